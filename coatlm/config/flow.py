@@ -74,6 +74,11 @@ def _check_operands(config: Config) -> None:
             f"of gradients, which precision.recipe={p.recipe} with precision.scaling="
             f"{p.scaling} does not have"
         )
+    if row.rotated and p.keep_linear_inputs:
+        raise ValueError(
+            f"precision.keep_linear_inputs=true with precision.recipe={p.recipe}: must be null or "
+            "false, because wgrad does not take the INT8 codes of forward"
+        )
     _check_bf16_operands(config)
     recipe = p.flow_recipe()
     if p.group_size is not None and not any(getattr(recipe.saved, name) for name in IN_BLOCKS):

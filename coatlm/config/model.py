@@ -10,15 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, StrictBool, StrictInt, model_validator
 
 from coatlm.config.fields import FOREVER, Real, Section, number
+from coatlm.config.operands import TENSOR, Operand
 from coatlm.config.recipes import (
     FAST,
     PRECISION_RECIPES,
     RECIPES,
-    TENSOR,
     Bf16Name,
     FlowRecipe,
     GemmName,
-    Operand,
     with_bf16,
     with_block_size,
 )
@@ -228,10 +227,10 @@ class Precision(Section):
     TransformerEngine's FP8 recipes. fp8-linear saves linear inputs in FP8; coat saves norm inputs
     and gate and up in FP8 and recomputes linear inputs; coat-lean saves queries, keys, values and
     the attention output in FP8 too; coat-paper is COAT as published, with tensor-wise scaling of
-    GEMM operands. coat-rowgrad, rowwise and fp8-block save what coat saves and differ in their GEMM
-    operands: coat-rowgrad has gradients in e4m3 with a scale per row, rowwise has such scales for
-    all operands, fp8-block one per 128 elements of a row and one per 128 x 128 elements of a
-    weight."""
+    GEMM operands. coat-int8, coat-rowgrad, rowwise and fp8-block save what coat saves and differ in
+    their GEMM operands: coat-int8 has rotated 8-bit integers in forward, coat-rowgrad has gradients
+    in e4m3 with a scale per row, rowwise has such scales for all operands, fp8-block one per 128
+    elements of a row and one per 128 x 128 elements of a weight."""
 
     group_size: Literal[16, 32, 64, 128] | None = None
     """Elements per scale (block size) of tensors saved for backward in FP8; null means 16."""
@@ -259,7 +258,8 @@ class Precision(Section):
     """The GEMMs that accumulate with about 14 bits in the tensor cores; the others promote partial
     sums to fp32 every 128 elements of the summed axis, which is slower and more precise. wgrad sums
     over all tokens of a microbatch: with fast accumulation its gradients come out short, by up to
-    42 % (docs/results/layer.md). Of the output layer's GEMMs, only forward may accumulate fast."""
+    42 % (docs/results/layer.md). Of the output layer's GEMMs, only forward may accumulate fast.
+    The INT8 sums of coat-int8's forward are exact, whether or not forward is listed."""
 
     keep_linear_inputs: StrictBool | None = None
     """Save the FP8 inputs of linear layers for backward instead of recomputing them; null means

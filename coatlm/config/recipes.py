@@ -8,8 +8,8 @@ A layer has four linears, each with three GEMMs (x input, W weight, y output; T 
 
 Hopper's FP8 tensor cores need the summed axis of both operands contiguous (last), so a tensor that
 enters two GEMMs is needed both as it is and transposed: x and x^T, W and W^T, dy and dy^T. An
-`Operand` is the FP8 format of one of these six. Its granularity refers to the layout that the GEMM
-reads: ROW for x^T [features, T] is a scale per feature.
+`Operand` (operands.py) is the 8-bit format of one of these six. Its granularity refers to the
+layout that the GEMM reads: ROW for x^T [features, T] is a scale per feature.
 
 RECIPES is the only list of recipes. A new entry that combines existing operands needs no other
 change: the values of `precision.recipe`, validation, the memory planner and the benchmarks read
@@ -20,14 +20,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from coatlm.config.operands import ROW, TENSOR, Operand, block
 
-FormatName = Literal["e4m3", "e5m2"]
-Scaling = Literal["current", "delayed", "forward"]
-Rounding = Literal["nearest", "stochastic"]
 GemmName = Literal["forward", "dgrad", "wgrad"]
 GEMMS: tuple[GemmName, ...] = get_args(GemmName)
 FAST: tuple[GemmName, ...] = ("forward", "dgrad")  # wgrad's sums, over tokens, come out short
@@ -44,91 +40,6 @@ ATTENTION: tuple[AttentionName, ...] = get_args(AttentionName)
 IN_BLOCKS = ("norm_input", "gate_up", *ATTENTION)  # of SavedTensors, in blocks or BF16
 SavedName = Literal["saved.norm_input", "saved.gate_up", "saved.q", "saved.k", "saved.v", "saved.o"]
 Bf16Name = Literal[OperandName, SavedName]  # what can stay in BF16
-
-
-@dataclass(frozen=True)
-class Granularity:
-    """Scale granularity: blocks of `rows` x `columns` elements share a scale; None means all.
-
-    granularity     elements per scale         shape of the scales of x[..., K]; rows > 1: x[M, K]
-    TENSOR          the whole tensor           []
-    ROW             one row                    [..., 1]
-    block(1, G)     G elements of a row        [..., K / G]
-    block(R, C)     R rows x C columns         [ceil(M / R), K / C]
-    """
-
-    rows: int | None
-    columns: int | None
-
-    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the scales of a tensor. Raises ValueError unless rows are whole blocks."""
-        if self.columns is None:
-            return () if self.rows is None else (*shape[:-1], 1)
-        if not shape or shape[-1] % self.columns:
-            raise ValueError(f"shape={tuple(shape)}: rows must be multiples of {self.columns} long")
-        columns = shape[-1] // self.columns
-        if self.rows == 1:
-            return (*shape[:-1], columns)
-        if self.rows is None or len(shape) != 2:
-            raise ValueError(f"shape={tuple(shape)}: blocks need a matrix")
-        return (-(-shape[0] // self.rows), columns)
-
-    def spread(self, scale: Tensor, shape: Sequence[int]) -> Tensor:
-        """Repeat scales so that they broadcast against a tensor of `shape`."""
-        if self.columns is not None:
-            scale = scale.repeat_interleave(self.columns, -1)
-        if self.rows not in (None, 1):
-            scale = scale.repeat_interleave(self.rows, 0)[: shape[0]]
-        return scale
-
-
-TENSOR = Granularity(None, None)
-ROW = Granularity(1, None)
-
-
-def block(rows: int, columns: int) -> Granularity:
-    """Blocks of `rows` x `columns` elements: powers of two, columns > 1; else raises ValueError."""
-    if columns < 2 or rows < 1 or columns & (columns - 1) or rows & (rows - 1):
-        raise ValueError(f"block={rows}x{columns}: powers of two, with at least 2 columns")
-    return Granularity(rows, columns)
-
-
-@dataclass(frozen=True)
-class Operand:
-    """The FP8 format of a tensor: an operand of a GEMM, or saved for backward.
-
-    `scaling` is the source of the scale: "current" is the amax of the tensor itself, "delayed" the
-    amaxes of earlier steps, "forward" the largest scale that forward computed for the same tensor;
-    backward then quantizes with it what it has of the tensor: the dequantized codes of forward, the
-    saved tensor, or the recomputed one. "delayed" and "forward" are for TENSOR only. With
-    `power_of_two` a scale is the power of two at or above amax / MAX, else amax / MAX in fp32.
-    `rounding`: of the codes, to the nearest or up or down at random (fp8/stochastic.py).
-    """
-
-    fmt: FormatName
-    granularity: Granularity
-    scaling: Scaling = "current"
-    power_of_two: bool = True
-    rounding: Rounding = "nearest"
-
-    def __post_init__(self) -> None:
-        if self.scaling != "current" and self.granularity != TENSOR:
-            raise ValueError(
-                f"scaling={self.scaling}: one scale per tensor, not {self.granularity}"
-            )
-        if self.rounding != "nearest" and (self.granularity != TENSOR or not self.power_of_two):
-            raise ValueError(
-                f"rounding={self.rounding}: for one power-of-two scale per tensor, not for {self}"
-            )
-
-    @property
-    def bytes_per_element(self) -> float:
-        """Bytes per element of a tensor saved in blocks of one row, its share of a scale included.
-
-        A scale takes 1 byte if it is a power of two, else 4.
-        """
-        assert self.granularity.columns is not None
-        return 1 + (1 if self.power_of_two else 4) / self.granularity.columns
 
 
 @dataclass(frozen=True)
@@ -196,6 +107,7 @@ class FlowRecipe:
         nearest = (self.forward.activation, self.forward.weight, self.dgrad.weight)
         if any(o.rounding != "nearest" for o in (*nearest, self.wgrad.activation)):
             raise ValueError("rounding=stochastic is for gradients alone")
+        self._check_int8()
         for name, operand in self._saved():
             if operand is not None and (operand.granularity.rows, operand.fmt) != (1, "e4m3"):
                 raise ValueError(f"{name}: {operand}; must be e4m3 in blocks of one row")
@@ -211,6 +123,19 @@ class FlowRecipe:
         ):
             raise ValueError("bf16: wgrad.activation; then the codes of linear inputs have no use")
 
+    def _check_int8(self) -> None:
+        """Raise ValueError for INT8 outside of forward, whose codes backward cannot use."""
+        forward = self.forward.activation.fmt, self.forward.weight.fmt
+        others = self.operands[2:]
+        if "int8" in forward and forward[0] != forward[1]:
+            raise ValueError("forward: both operands are int8, or none")
+        if any(operand.fmt == "int8" for operand in others):
+            raise ValueError("int8: only for the operands of forward")
+        if "int8" in forward and any(operand.scaling == "forward" for operand in others):
+            raise ValueError("scaling=forward: int8 has no scale that backward could use")
+        if "int8" in forward and (self.saved.linear_input or self.saved.projection_input):
+            raise ValueError("saved.linear_input: int8 codes of linear inputs have no use in wgrad")
+
     def _saved(self) -> list[tuple[str, Operand | None]]:
         return [(f"saved.{name}", getattr(self.saved, name)) for name in IN_BLOCKS]
 
@@ -222,6 +147,11 @@ class FlowRecipe:
             *(self.dgrad.gradient, self.dgrad.weight),
             *(self.wgrad.gradient, self.wgrad.activation),
         )
+
+    @property
+    def rotated(self) -> bool:
+        """Whether forward rotates the rows of its operands (fp8/rotation.py), for INT8."""
+        return self.forward.activation.fmt == "int8"
 
     @property
     def exact_in_bf16(self) -> bool:
@@ -288,6 +218,16 @@ COAT_PAPER = FlowRecipe(
     saved=replace(COAT.saved, norm_input=EXACT_16, gate_up=EXACT_16, linear_input=True),
 )
 
+# COAT with rotated INT8 operands in forward, whose rounding errors are a quarter of those of E4M3.
+ROTATED = Operand("int8", ROW, power_of_two=False)
+CURRENT = Operand("e4m3", TENSOR)
+COAT_INT8 = replace(
+    COAT,
+    forward=ForwardGemm(activation=ROTATED, weight=ROTATED),
+    dgrad=replace(COAT.dgrad, weight=CURRENT),
+    wgrad=replace(COAT.wgrad, activation=CURRENT),
+)
+
 # Block-wise: 1 x 128 along the summed axis for activations and gradients, 128 x 128 for weights.
 ALONG, SQUARE = Operand("e4m3", block(1, 128)), Operand("e4m3", block(128, 128))
 
@@ -300,6 +240,7 @@ RECIPES: dict[str, FlowRecipe] = {
     "coat-lean": replace(
         COAT, saved=replace(COAT.saved, q=BLOCKS_16, k=BLOCKS_16, v=BLOCKS_16, o=BLOCKS_16)
     ),
+    "coat-int8": COAT_INT8,
     "coat-rowgrad": replace(
         COAT,
         dgrad=replace(COAT.dgrad, gradient=ROWS),

@@ -152,4 +152,27 @@ class ShortFloat:
 
 
 E3M4 = ShortFloat()
-Coding = Fp8Format | ShortFloat  # a format of payloads
+
+
+@dataclass(frozen=True)
+class RotatedInt8:
+    """8-bit integers from -127 to 127 of rotated rows (int8.py): code * scale is x H, not x.
+
+    A row's scale, amax / 127, is not finite where the row is not; its codes are then 0.
+    """
+
+    name: str = "int8"
+    dtype: torch.dtype = torch.int8
+    max: float = 127.0
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Codes of fp32 values: rounded to nearest, ties to even; NaN becomes 0."""
+        return x.round().clamp(-self.max, self.max).nan_to_num(0.0).to(self.dtype)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """The fp32 values of codes, exact."""
+        return codes.float()
+
+
+INT8 = RotatedInt8()
+Coding = Fp8Format | ShortFloat | RotatedInt8  # a format of codes that have a scale

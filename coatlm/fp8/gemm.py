@@ -11,6 +11,8 @@ Granularities of the scales, of `a` and of `b`:
     ROW x TENSOR        a scale per row of one, one scale for the other; and TENSOR x ROW
     block(1, 128) x block(1, 128), block(1, 128) x block(128, 128), block(128, 128) x block(1, 128)
 
+Two INT8 operands with scales per row have GEMMs of their own, with exact sums (int8.py).
+
 The sum is fp32 and is rounded to `out`'s dtype; where something BF16 is added, cuBLASLt may round
 the sum first. With `fast` the tensor core keeps about 14 bits between the steps of a sum instead of
 adding every 128 terms in fp32. That is faster, and truncates what it adds: a sum of many terms of
@@ -28,9 +30,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coatlm.fp8 import cublaslt
+from coatlm.fp8 import cublaslt, int8
 from coatlm.fp8.cublaslt import Heuristic, Kind, Plan, ScaleMode
-from coatlm.fp8.formats import ALIGNMENT, Fp8Format
+from coatlm.fp8.formats import ALIGNMENT, Fp8Format, RotatedInt8
 from coatlm.fp8.qtensor import ROW, TENSOR, Granularity, QTensor
 from coatlm.fp8.timed_choices import milliseconds
 
@@ -189,12 +191,15 @@ def matmul(
     Without `accumulate` the result overwrites `out`, which is not read. `add`: BF16 [M, N], added
     before the one rounding; not with `out`. `bias`: BF16 [N]. `plans`: those of the model,
     else cuBLASLt's first guess. Scales are fp32, of one of the pairs of granularities that the
-    module's docstring lists; blocks ignore `fast`.
+    module's docstring lists. Blocks ignore `fast`, INT8 ignores it and `plans`.
     Raises ValueError for other granularities and for shapes that do not fit; on a GPU also for K, N
     or an address of scales that is no multiple of 16, for an operand with 1 x 128 blocks whose
     number of rows is no multiple of 4, and for two E5M2 operands.
     """
     _check(a, b, out, add)
+    if isinstance(a.fmt, RotatedInt8):
+        added = out if out is not None and accumulate else add
+        return int8.matmul(a, b, out=out, add=added, bias=bias)
     if a.granularity != b.granularity and TENSOR in (a.granularity, b.granularity):
         a, b = _scaled_by_rows(a), _scaled_by_rows(b)
     if not a.codes.is_cuda:
@@ -294,6 +299,13 @@ def _check(a: QTensor, b: QTensor, out: Tensor | None, add: Tensor | None) -> No
         )
     if out is not None and add is not None:
         raise ValueError("add: with `out` the GEMM is added to `out`, and nothing else")
+    if isinstance(a.fmt, RotatedInt8) or isinstance(b.fmt, RotatedInt8):
+        if a.fmt != b.fmt or (out is not None and out.dtype != torch.bfloat16):
+            raise ValueError(
+                f"operands are {a.fmt.name} and {b.fmt.name}: INT8 takes two INT8 operands with "
+                "scales per row, and torch.bfloat16 for `out`"
+            )
+        return
     if not a.codes.is_cuda:
         return
     if a.codes.shape[1] % ALIGNMENT or b.codes.shape[0] % ALIGNMENT:

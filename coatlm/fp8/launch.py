@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from coatlm.config.recipes import TENSOR, Granularity, Operand
+from coatlm.config.operands import TENSOR, Granularity, Operand
 from coatlm.fp8 import amax as amax_passes
 from coatlm.fp8 import emit, loaders
 from coatlm.fp8.formats import FORMATS, Fp8Format

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from coatlm.config.recipes import TENSOR, Granularity, Operand
+from coatlm.config.operands import TENSOR, Granularity, Operand
 from coatlm.fp8.formats import FORMATS, SOURCES, Fp8Format
 from coatlm.fp8.gemm import padded_rows
 from coatlm.fp8.launch import emit_operands

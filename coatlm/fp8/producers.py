@@ -25,15 +25,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from coatlm.config.recipes import (
-    OF_FORWARD,
-    ROWS,
-    TENSOR,
-    DgradGemm,
-    FlowRecipe,
-    ForwardGemm,
-    Operand,
-)
+from coatlm.config.operands import TENSOR, Operand
+from coatlm.config.recipes import OF_FORWARD, ROWS, DgradGemm, FlowRecipe, ForwardGemm
+from coatlm.fp8 import int8
 from coatlm.fp8.attention import dequantize_blocks
 from coatlm.fp8.norm_quantize import Normed, norm_quantize, quantize_rows
 from coatlm.fp8.operand import emit, emit_direct, emit_transposed, format_of
@@ -77,6 +71,8 @@ def as_operand(x: Tensor, wanted: Operand, *, share: Share = _alone) -> QTensor:
     """x[M, K] as an operand of forward. `share` makes a tensor-wise scale that of all ranks."""
     if wanted == ROWS:
         return quantize_rows(x)
+    if wanted.fmt == "int8":
+        return int8.quantize(x)
     if wanted.granularity != TENSOR:
         return emit_direct(x, wanted)
     scale = current_scale(x, format_of(wanted), power_of_two=wanted.power_of_two)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from coatlm.config.recipes import ROW, TENSOR, Granularity, block
-from coatlm.fp8.formats import Fp8Format
+from coatlm.config.operands import ROW, TENSOR, Granularity, block
+from coatlm.fp8.formats import Fp8Format, RotatedInt8
+from coatlm.fp8.rotation import rotate
 
 __all__ = ["ROW", "TENSOR", "Granularity", "QTensor", "block"]
 
@@ -23,7 +24,7 @@ class QTensor:
     codes: Tensor  # fmt.dtype, [..., K], contiguous
     scale: Tensor  # fp32 or float8_e8m0fnu, granularity.scale_shape(codes.shape)
     granularity: Granularity
-    fmt: Fp8Format
+    fmt: Fp8Format | RotatedInt8
 
     @property
     def shape(self) -> torch.Size:
@@ -43,6 +44,6 @@ class QTensor:
         return QTensor(self.codes[piece], scale, self.granularity, self.fmt)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """codes * scale, multiplied in fp32 and rounded once to `dtype`."""
-        scale = self.granularity.spread(self.scale.float(), self.shape)
-        return (self.codes.float() * scale).to(dtype)
+        """codes * scale, multiplied in fp32 and rounded once to `dtype`; rotated back for INT8."""
+        values = self.codes.float() * self.granularity.spread(self.scale.float(), self.shape)
+        return (rotate(values) if isinstance(self.fmt, RotatedInt8) else values).to(dtype)

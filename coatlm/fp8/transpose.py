@@ -165,6 +165,7 @@ def transpose_codes(x: QTensor) -> QTensor:
     """Transpose the codes of a matrix with one scale: [K, M']."""
     if not x.codes.is_cuda:
         return QTensor(padded_t(x.codes), x.scale, TENSOR, x.fmt)
+    assert isinstance(x.fmt, Fp8Format)
     source = (x.codes.contiguous().view(torch.uint8),)
     _, codes_t = _launch(loaders.load_codes, source, x.scale, x.fmt, CODES_TILE, transposed=True)
     assert codes_t is not None

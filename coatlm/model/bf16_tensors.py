@@ -26,7 +26,8 @@ from functools import cache
 from typing import Literal, get_args
 
 from coatlm.config import Config
-from coatlm.config.recipes import ATTENTION, FlowRecipe, Operand, OperandName
+from coatlm.config.operands import Operand
+from coatlm.config.recipes import ATTENTION, FlowRecipe, OperandName
 from coatlm.model.numerics import TENSORS
 
 LinearName = Literal["qkv", "proj", "fc1", "fc2"]

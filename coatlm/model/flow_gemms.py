@@ -35,6 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from coatlm.config.operands import Operand
 from coatlm.config.recipes import (
     ATTENTION,
     OF_FORWARD,
@@ -42,7 +43,6 @@ from coatlm.config.recipes import (
     AttentionName,
     FlowRecipe,
     GemmName,
-    Operand,
     OperandName,
 )
 from coatlm.fp8 import producers

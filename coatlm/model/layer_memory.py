@@ -23,7 +23,8 @@ from typing import NamedTuple
 import torch
 
 from coatlm.config import Config
-from coatlm.config.recipes import ROW, TE_RECIPES, FlowRecipe, Operand
+from coatlm.config.operands import ROW, Operand
+from coatlm.config.recipes import TE_RECIPES, FlowRecipe
 from coatlm.fp8.formats import SCALE_BLOCK
 from coatlm.model.accounting import key_size, query_size
 from coatlm.parallel.context import head_parts

@@ -4,7 +4,7 @@ For a tensor x with codes c, which dequantize to d(c) = code * scale:
 
     amax             max|x|
     saturated        share of the codes at the largest value of the format
-    underflow        share of the non-zero x whose code is zero
+    underflow        share of the non-zero x (INT8: of the rotated x) whose code is zero
     relative_error   |d(c) - x| / |x|, Euclidean norms over the whole tensor
 
     *_saved          saved for backward: the residual stream before each norm, gate | up, and with
@@ -44,7 +44,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from coatlm.fp8.formats import RotatedInt8
 from coatlm.fp8.qtensor import QTensor
+from coatlm.fp8.rotation import rotate
 from coatlm.kernels.activation import swiglu_backward_ref, swiglu_ref
 from coatlm.kernels.rope import join_qkv_rope_ref
 from coatlm.parallel.groups import Groups
@@ -271,17 +273,18 @@ def _measure(
     for start, stop in _pieces(m, k, quantized.granularity.rows or 1, sampled):
         x = source[start:stop].float() if isinstance(source, Tensor) else source(start, stop)
         part = _cut(quantized, start, stop)
+        amax.append(x.abs().amax())
         code, exact = part.codes.float(), x.double()
+        encoded = rotate(x) if isinstance(part.fmt, RotatedInt8) else x
         counts = (
             torch.full((), x.numel(), device=x.device),
             (code.abs() == part.fmt.max).sum(),
-            (x != 0).sum(),
-            ((x != 0) & (code == 0)).sum(),
+            (encoded != 0).sum(),
+            ((encoded != 0) & (code == 0)).sum(),
             (part.dequantize().double() - exact).square().sum(),
             exact.square().sum(),
         )
         sums.append(torch.stack([count.double() for count in counts]))
-        amax.append(x.abs().amax())
     return torch.stack(amax).amax(), torch.stack(sums).sum(0)
 
 

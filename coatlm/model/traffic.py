@@ -41,7 +41,7 @@ from dataclasses import dataclass
 import torch
 
 from coatlm.config import Config
-from coatlm.config.recipes import TENSOR
+from coatlm.config.operands import TENSOR
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.payload_layout import Layout
 from coatlm.fp8.qtensor import Granularity

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from coatlm.config import Config, Parallel
-from coatlm.config.recipes import ROW
+from coatlm.config.operands import ROW
 from coatlm.fp8.accumulate import SumNoise
 from coatlm.fp8.formats import E3M4, E4M3
 from coatlm.fp8.operand import format_of

@@ -107,7 +107,8 @@ def limits_of(precision: Precision) -> GuardLimits:
             operand = recipe.forward.weight
         elif tensor.endswith("_grad"):
             operand = recipe.dgrad.gradient
-        fmt = E4M3 if tensor.endswith("_saved") else format_of(operand)
+        e4m3 = tensor.endswith("_saved") or operand.fmt == "int8"  # which must not be worse
+        fmt = E4M3 if e4m3 else format_of(operand)
         most = fmt.eps / 2
         if tensor.endswith("_grad") and operand.rounding == "stochastic":
             most = fmt.eps

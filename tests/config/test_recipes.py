@@ -11,17 +11,14 @@ import pytest
 
 from coatlm.config import ConfigError, Precision, load_config, make_config, read_mapping
 from coatlm.config.model import PrecisionRecipe
+from coatlm.config.operands import ROW, TENSOR, Operand, block
 from coatlm.config.recipes import (
     COAT,
     PRECISION_RECIPES,
     RECIPES,
-    ROW,
-    TENSOR,
     Bf16Name,
     FlowRecipe,
-    Operand,
     OperandName,
-    block,
     fp8_weight_recipes,
 )
 from tests.distributed import ROOT
@@ -67,6 +64,14 @@ def test_a_group_size_is_for_what_is_saved_in_blocks(
 @names
 @pytest.mark.parametrize("keep", [True, False])
 def test_linear_inputs_are_saved_as_asked(name: str, keep: bool) -> None:
+    if keep and RECIPES[name].rotated:
+        match = "saved.linear_input: int8 codes of linear inputs have no use in wgrad"
+        with pytest.raises(ValueError, match=match):
+            recipe(name, keep_linear_inputs=keep)
+        match = f"keep_linear_inputs=true with precision.recipe={name}: must be null or false"
+        with pytest.raises(ConfigError, match=match):
+            make_config({"precision": {"recipe": name, "keep_linear_inputs": True}})
+        return
     saved = recipe(name, keep_linear_inputs=keep).saved
     assert (saved.linear_input, saved.projection_input) == (keep, keep)
 
@@ -100,7 +105,9 @@ def test_a_margin_is_for_delayed_scales() -> None:
 
 @pytest.mark.parametrize("name", ["coat-rowgrad", "rowwise", "fp8-block"])
 def test_delayed_scaling_is_refused_without_one_scale_per_gradient(name: str) -> None:
-    match = rf"precision\.scaling=delayed .*precision\.recipe={name} .*coat-lean, coat-paper"
+    match = (
+        rf"precision\.scaling=delayed .*precision\.recipe={name} .*coat-lean, coat-int8, coat-paper"
+    )
     with pytest.raises(ConfigError, match=match):
         make_config({"precision": {"recipe": name, "scaling": "delayed"}})
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coatlm.config.recipes import ROW, TENSOR, Operand, block
+from coatlm.config.operands import ROW, TENSOR, Operand, block
 from coatlm.fp8 import (
     amax,
     emit,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coatlm.config.recipes import ROW, TENSOR, Granularity, Operand, block
+from coatlm.config.operands import ROW, TENSOR, Granularity, Operand, block
 from coatlm.fp8.formats import FORMATS
 from coatlm.fp8.operand import emit, emit_direct, emit_transposed, format_of
 from coatlm.fp8.qtensor import QTensor

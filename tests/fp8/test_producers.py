@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from coatlm.config.recipes import COAT, RECIPES, ROW, TENSOR, DgradGemm, ForwardGemm, Operand, block
+from coatlm.config.operands import ROW, TENSOR, Operand, block
+from coatlm.config.recipes import COAT, RECIPES, DgradGemm, ForwardGemm
 from coatlm.fp8 import producers
 from coatlm.fp8.operand import emit, emit_direct
 from coatlm.fp8.qtensor import QTensor

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-from coatlm.config.recipes import ROW, TENSOR, Operand, block
+from coatlm.config.operands import ROW, TENSOR, Operand, block
 from coatlm.fp8 import (
     amax,
     attention,

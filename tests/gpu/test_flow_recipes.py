@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coatlm.config.recipes import RECIPES, ROW, TENSOR, Granularity, Operand, block
+from coatlm.config.operands import ROW, TENSOR, Granularity, Operand, block
+from coatlm.config.recipes import RECIPES
 from coatlm.fp8.attention import attend_saving_fp8
 from coatlm.fp8.operand import emit, emit_ref, format_of
 from coatlm.kernels.rope import rope_frequencies, rope_tables

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coatlm.config.recipes import ROW, TENSOR, Operand, block
+from coatlm.config.operands import ROW, TENSOR, Operand, block
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.gemm import scales_in_order
 from coatlm.fp8.norm_quantize import quantize_rows

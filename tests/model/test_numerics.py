@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from coatlm.config.recipes import RECIPES, ROW, TENSOR, Granularity, Operand, block
+from coatlm.config.operands import ROW, TENSOR, Granularity, Operand, block
+from coatlm.config.recipes import RECIPES
 from coatlm.fp8.formats import E5M2
 from coatlm.fp8.norm_quantize import norm_quantize, quantize_rows
 from coatlm.fp8.operand import emit_direct

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from coatlm.config import ConfigError
-from coatlm.config.recipes import RECIPES, ROWS, Rounding
+from coatlm.config.operands import Rounding
+from coatlm.config.recipes import RECIPES, ROWS
 from coatlm.model import flow_gemms
 from coatlm.model.coat_layer import flows_of
 from coatlm.model.output_gemms import output_gemms

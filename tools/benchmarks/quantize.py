@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from coatlm.config.recipes import Operand
+from coatlm.config.operands import Operand
 from coatlm.fp8 import weight_rows
 from coatlm.fp8.expand import M_E4M3, V_E4M3, expand_dequantize, expand_quantize
 from coatlm.fp8.formats import E4M3

@@ -1,0 +1,206 @@
+"""Rotated INT8 operands: their errors, special values, exact sums, and the kernels on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from coatlm.config.operands import ROW, TENSOR, Operand
+from coatlm.config.recipes import ROWS
+from coatlm.fp8 import gemm, int8
+from coatlm.fp8.formats import E4M3, INT8
+from coatlm.fp8.operand import emit_direct
+from coatlm.fp8.qtensor import QTensor
+from coatlm.fp8.rotation import hadamard, rotate, span_of
+from tests.fp8.sm90 import compile_sm90, launches_compiled, run_interpreted
+
+LENGTHS = pytest.mark.parametrize("k", [64, 192, 48, 1024])
+
+
+def gaussian(m: int, k: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(m, k, generator=generator).bfloat16()
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    return ((found.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+@LENGTHS
+def test_a_rotation_is_its_own_inverse_and_preserves_products(k: int) -> None:
+    x, w = gaussian(5, k).double(), gaussian(7, k, 1).double()
+    assert relative(rotate(rotate(x)), x) < 1e-6
+    assert relative(rotate(x).double() @ rotate(w).double().t(), x @ w.t()) < 1e-6
+    n = span_of(k)
+    assert n == (16 if k == 48 else 64)
+    one = torch.zeros(1, k)
+    one[0, n - 1] = 1.0  # the last column of H, whose signs are the parities of bits
+    signs = torch.tensor([(-1.0) ** i.bit_count() for i in range(n)]) / n**0.5
+    assert torch.equal(rotate(one)[0, :n], signs)
+    assert not rotate(one)[0, n:].any()
+    assert torch.equal(hadamard(n, x.device), hadamard(n, x.device).t())
+
+
+@pytest.mark.parametrize("k", [8, 40])
+def test_rows_that_no_matrix_divides_are_refused(k: int) -> None:
+    with pytest.raises(ValueError, match=rf"shape=\[2, {k}\].* multiple of 16"):
+        int8.quantize(torch.zeros(2, k))
+
+
+@pytest.mark.parametrize("k", [1024, 48])
+def test_gaussian_rows_lose_less_than_a_third_of_what_e4m3_loses(k: int) -> None:
+    x = gaussian(64, k)
+    found = relative(int8.quantize(x).dequantize(), x)
+    crest = (rotate(x).abs().amax(-1) / x.float().pow(2).mean(-1).sqrt()).pow(2).mean().sqrt()
+    assert found == pytest.approx(crest.item() / (127 * 12**0.5), rel=0.05)
+    assert found < relative(emit_direct(x, ROWS).dequantize(), x) / 3
+
+
+def test_an_outlier_is_spread_over_its_span() -> None:
+    """Without a rotation the other elements of the row would lose 8 times as much."""
+    x = gaussian(64, 1024)
+    x[:, 77] = 60.0
+    rotated = int8.quantize(x).dequantize()
+    scale = x.float().abs().amax(-1, keepdim=True) / 127
+    plain = (x.float() / scale).round() * scale
+    others = torch.arange(1024) // 64 != 77 // 64
+    errors = [relative(y[:, others], x[:, others]) for y in (plain, rotated)]
+    assert 5 < errors[0] / errors[1] < 8.5
+    assert errors[1] < 0.03
+
+
+def test_codes_are_integers_of_which_the_largest_of_a_row_is_127() -> None:
+    made = int8.quantize(gaussian(9, 320))
+    assert made.codes.dtype == torch.int8
+    assert (made.fmt, made.granularity, made.scale.shape) == (INT8, ROW, (9, 1))
+    assert made.codes.int().abs().amax(-1).eq(127).all()
+    y = rotate(gaussian(9, 320))
+    assert (made.codes.float() * made.scale - y).abs().le(made.scale * 0.5001).all()
+
+
+def test_rows_of_zeros_and_rows_that_are_not_finite_have_no_effect_on_others() -> None:
+    x = gaussian(5, 128)
+    x[0], x[1, 3], x[2, 3] = 0.0, torch.nan, torch.inf
+    made = int8.quantize(x)
+    assert made.scale[0] == 1.0
+    assert not made.codes[:3].any()
+    y = gemm.matmul(made, int8.quantize(gaussian(16, 128, 1)))
+    assert not y[0].any()
+    assert not y[1:3].isfinite().any()
+    assert y[3:].isfinite().all()
+
+
+def test_sums_are_exact_in_any_order() -> None:
+    a, b = (QTensor(codes(n, 4096, n), torch.ones(n, 1), ROW, INT8) for n in (3, 16))
+    order = torch.randperm(4096)
+    a2, b2 = (QTensor(x.codes[:, order].contiguous(), x.scale, ROW, INT8) for x in (a, b))
+    exact = (a.codes.long() @ b.codes.long().t()).float().bfloat16()
+    assert torch.equal(gemm.matmul(a, b), exact)
+    assert torch.equal(gemm.matmul(a2, b2), exact)
+
+
+def codes(m: int, k: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-127, 128, (m, k), generator=generator, dtype=torch.int8)
+
+
+@pytest.mark.parametrize("options", [(), ("add",), ("bias",), ("add", "bias")])
+def test_a_gemm_is_that_of_the_dequantized_operands(options: tuple[str, ...]) -> None:
+    x, w = gaussian(33, 192), gaussian(48, 192, 1)
+    a, b = int8.quantize(x), int8.quantize(w)
+    given = {"add": gaussian(33, 48, 2), "bias": gaussian(1, 48, 3)[0]}
+    given = {name: given[name] for name in options}
+    exact = a.dequantize().double() @ b.dequantize().double().t()
+    exact = sum((t.double() for t in given.values()), exact)
+    found = gemm.matmul(a, b, **given)
+    assert relative(found, exact) < 2**-9
+    assert relative(found, x.double() @ w.double().t()) < (0.012 if not options else 1)
+
+
+def test_a_gemm_overwrites_its_output_or_adds_to_it() -> None:
+    a, b = int8.quantize(gaussian(8, 64)), int8.quantize(gaussian(16, 64, 1))
+    plain, out = gemm.matmul(a, b), gaussian(8, 16, 2)
+    before = out.clone()
+    assert gemm.matmul(a, b, out=out, accumulate=False) is out
+    assert torch.equal(out, plain)
+    gemm.matmul(a, b, out=out.copy_(before))
+    assert relative(out, before.double() + plain.double()) < 2**-7
+
+
+def test_operands_of_two_kinds_and_other_outputs_are_refused() -> None:
+    a, w = int8.quantize(gaussian(8, 64)), gaussian(16, 64, 1)
+    with pytest.raises(ValueError, match="operands are int8 and e4m3: INT8 takes two INT8"):
+        gemm.matmul(a, emit_direct(w, ROWS))
+    with pytest.raises(ValueError, match=r"torch\.bfloat16 for `out`"):
+        gemm.matmul(a, int8.quantize(w), out=torch.zeros(8, 16))
+    too_long = torch.zeros(1, 133_152, dtype=torch.bfloat16, device="meta")
+    with pytest.raises(ValueError, match=r"shape=\[1, 133152\].* up to 133144"):
+        int8.quantize(too_long)
+    with pytest.raises(ValueError, match="fmt=int8: scales are amax / 127 per row"):
+        Operand("int8", TENSOR)
+    assert E4M3.max != INT8.max
+
+
+@pytest.mark.parametrize("k", [48, 896, 4096, 14336, 65536])
+def test_the_quantization_compiles_for_sm90(k: int) -> None:
+    x = torch.empty(1024, k, dtype=torch.bfloat16, device="meta")
+    with launches_compiled(int8) as made:
+        int8._quantize(x)
+    (kernel,) = made
+    assert "mma" in kernel.asm["ptx"]
+
+
+@pytest.mark.parametrize("options", [(), ("add", "bias")])
+def test_the_gemm_compiles_to_integer_tensor_cores_and_fits_the_shared_memory(
+    options: tuple[str, ...],
+) -> None:
+    constants: dict[str, Any] = {"BM": int8.BM, "BN": int8.BN, "BK": int8.BK, "GROUP": int8.GROUP}
+    half = f"tensordesc<bf16[{int8.BM},{int8.BN // 2}]>"
+    signature = {
+        "a_desc": f"tensordesc<i8[{int8.BM},{int8.BK}]>",
+        "b_desc": f"tensordesc<i8[{int8.BN},{int8.BK}]>",
+        "out_desc": half,
+        **dict.fromkeys(("a_scale_ptr", "b_scale_ptr"), "*fp32"),
+        **dict.fromkeys(("M", "N", "K"), "i32"),
+    }
+    for name, kind in {"add_desc": half, "bias_ptr": "*bf16"}.items():
+        if name.rpartition("_")[0] in options:
+            signature[name] = kind
+        else:
+            constants[name] = None
+    kernel = compile_sm90(
+        *(int8._matmul_kernel, signature, constants),
+        num_warps=int8.WARPS,
+        num_stages=int8.STAGES,
+    )
+    assert "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8" in kernel.asm["ptx"]
+    assert kernel.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize(("m", "k"), [(5, 192), (3, 48), (2, 1024)])
+def interpreted_quantization_equals_the_reference(m: int, k: int) -> None:
+    x = gaussian(m, k).float()
+    x[1] = 0.0
+    made, wanted = int8._quantize(x), int8.quantize_ref(x)
+    torch.testing.assert_close(made.scale, wanted.scale, rtol=1e-6, atol=0)
+    difference = (made.codes.int() - wanted.codes.int()).abs()
+    assert difference.max() <= 1
+    assert difference.float().mean() < 1e-3
+
+
+@pytest.mark.parametrize("options", [(), ("add",), ("bias",)])
+def interpreted_gemm_equals_the_reference(options: tuple[str, ...]) -> None:
+    a, b = int8.quantize_ref(gaussian(150, 192)), int8.quantize_ref(gaussian(272, 192, 1))
+    given = {"add": gaussian(150, 272, 2), "bias": gaussian(1, 272, 3)[0]}
+    add, bias = (given[name] if name in options else None for name in given)
+    out = torch.empty(150, 272, dtype=torch.bfloat16)
+    int8._multiply(a, b, out, add, bias)
+    wanted = int8.matmul_ref(a, b, add=add, bias=bias)
+    assert relative(out, wanted) < 2**-7  # the interpreter cuts digits off where it casts to BF16
+
+
+def test_kernels_in_the_interpreter() -> None:
+    run_interpreted(__file__)
