@@ -66,7 +66,7 @@ def retried(action: Callable[[], T], url: str) -> T:
     for pause in (*PAUSES, None):
         try:
             return action()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise MissingError(f"{url}: no such object or bucket") from None
         except Exception as error:  # back ends raise nearly anything
             if _is_final(error):

@@ -93,11 +93,11 @@ def script(args: argparse.Namespace, config: Config) -> str:
         f"# {world} ranks, {layout}; made by coatlm submit",
         *(f"#SBATCH {quote_option(option)}" for option in options(args, config)),
         "",
-        "set -u",
         "trap : TERM  # on scancel, wait for the ranks: they save and leave",
         "export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}",
         *(f"export {quote_value(item)}" for item in args.env),
         *args.setup,
+        "set -u",  # only now: the user's lines may use variables that are not set
     ]
     return "\n".join([*head, "", *attempts(args, config), "", *ending(args), ""])
 

@@ -201,9 +201,9 @@ def earlier_config(config: Config, launch: Launch, peers: Peers) -> Saved | None
 def check_inputs(config: Config, tokenizer: Tokenizer, vocab: int) -> None:
     """Check the trackers and the section checkpoint, on rank 0. Raises ConfigError."""
     check_trackers(config.log)
-    if config.checkpoint.upload is not None:
-        check_upload(config.checkpoint.upload)
     directory = config.run.dir / checkpoint.CHECKPOINTS
+    if config.checkpoint.upload is not None:
+        check_upload(config.checkpoint.upload, directory)
     source = hf_directory(config.checkpoint.resume)
     if source is None:
         checkpoint.check_resume(config.checkpoint.resume, directory)

@@ -16,9 +16,11 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -40,6 +42,7 @@ DOWNLOADS = "downloads"  # in a run directory
 UNNAMED = "checkpoint"  # the download of a checkpoint whose URL does not end with a step
 MARK = ".url"  # suffix of the file that marks a download
 TRIES = 2  # downloads of a file whose checksum differs
+REQUESTS = 16  # in flight at once
 LARGEST_MANIFEST = 1 << 28  # bytes; a file of a checkpoint takes about 100
 
 
@@ -53,7 +56,7 @@ def remote_candidates(url: str) -> list[str]:
         return [url]
     for directory in (at, at / "checkpoints"):
         steps = [directory / name for name in directory.names() if STEP.fullmatch(name)]
-        whole = [(_serial(step), step.url) for step in steps if (step / MANIFEST).exists()]
+        whole = [(_serial(step), step.url) for step in steps if _whole(step)]
         if whole:
             return [step for _, step in sorted(whole, reverse=True)]
     raise CheckpointError(f"{url} holds no checkpoint (no step_*/{MANIFEST})")
@@ -97,10 +100,33 @@ def discard_downloads(run_dir: Path) -> None:
         downloads.rmdir()
 
 
-def check_upload(url: str) -> None:
-    """Raise ConfigError unless objects can be written at `url`."""
+def last_uploaded(url: str) -> int:
+    """The highest number of a checkpoint at `url`; 0 if there is none, or none that can be read."""
+    at = Location.of(url)
     try:
-        probe = Location.of(url) / ".writable"
+        steps = [at / name for name in at.names() if STEP.fullmatch(name)]
+        with ThreadPoolExecutor(REQUESTS) as pool:
+            serials = [*pool.map(lambda step: _serial(step) if _whole(step) else 0, steps)]
+    except RemoteError:  # whoever may write need not be allowed to read
+        return 0
+    return int(max((serial for serial in serials if serial < math.inf), default=0))
+
+
+def _whole(checkpoint: Location) -> bool:
+    return (checkpoint / MANIFEST).exists()
+
+
+def check_upload(url: str, own: Path) -> None:
+    """Raise ConfigError unless objects can be written at `url`.
+
+    It must not be `own`, the directory of the run's checkpoints: a checkpoint that is uploaded
+    takes the place of an older one of the same name.
+    """
+    try:
+        at = Location.of(url)
+        if url.startswith("file://") and os.path.realpath(at.path) == os.path.realpath(own):
+            raise ValueError(f"must not be {own}, where the run itself saves checkpoints")
+        probe = at / ".writable"
         probe.write(b"")
         with contextlib.suppress(RemoteError):  # whoever may write need not be allowed to remove
             probe.remove()

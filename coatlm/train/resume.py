@@ -29,13 +29,13 @@ from coatlm.data.identity import SourceIdentity
 from coatlm.hf.run_config import hf_directory
 from coatlm.optim.convert import convert_states_, optimizer_on_host
 from coatlm.train import attempts, checkpoint
-from coatlm.train.agreement import Group
+from coatlm.train.agreement import Group, together
 from coatlm.train.changes import changed_keys, check_changes, check_same_model, describe_changes
 from coatlm.train.faults import NonFiniteGuard
 from coatlm.train.guard import restore_guard
 from coatlm.train.hf_weights import load_huggingface
 from coatlm.train.manifest import last_serial, read_checkpoint_manifest
-from coatlm.train.remote_checkpoint import DOWNLOADS, download_checkpoint
+from coatlm.train.remote_checkpoint import DOWNLOADS, download_checkpoint, last_uploaded
 from coatlm.train.state import read_run_state
 from coatlm.train.step import Trainer
 
@@ -195,6 +195,11 @@ def resume(
     origin = find_origin(config, trainer.groups.checkpoint, restarted=restarted)
     lap("checkpoint verified")
     run.continued = last_serial(config.run.dir / checkpoint.CHECKPOINTS)
+    if (url := config.checkpoint.upload) is not None:  # new checkpoints count as newer there too
+        group = trainer.groups.checkpoint
+        first = group is None or group.rank() == 0
+        uploaded = together(lambda: last_uploaded(url) if first else 0, group)
+        run.continued = max(run.continued, *uploaded)
     if origin.huggingface is not None:
         load_huggingface(origin.huggingface, trainer)
     if origin.path is None:

@@ -193,7 +193,7 @@ def test_setup_lines_are_run_by_the_shell(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    text = written(capsys, write_config(), *NODE, "--setup=export VALUE=$(echo 1)2")
+    text = written(capsys, write_config(), *NODE, "--setup=export VALUE=$(echo 1)2$UNSET_VARIABLE")
     run(text, commands, tmp_path)
     assert (commands / "words.value").read_text() == "12"
 

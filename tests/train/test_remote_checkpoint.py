@@ -81,7 +81,7 @@ def test_checkpoints_are_uploaded_to_the_hub_and_downloaded_again(tmp_path: Path
     (root := tmp_path / "hub").mkdir()
     url = f"hf://datasets/{REPOSITORY}/runs/one"
     with hub(root) as faults:
-        check_upload(url)
+        check_upload(url, tmp_path)
         assert not any(path.is_file() for path in root.rglob("*"))  # the probe is gone again
         faults.inject(COMMIT, "503", 2)
         faults.requests.clear()
@@ -200,10 +200,17 @@ def test_urls_that_cannot_be_used_are_refused_before_work_starts(
 ) -> None:
     with pytest.raises(ConfigError, match=r"resume=s3://data/empty: .*holds no checkpoint"):
         check_resume("s3://data/empty", tmp_path)
-    check_upload("s3://data/new/run")
+    check_upload("s3://data/new/run", tmp_path)
     assert Location.of("s3://data/new/run").names() == []
     with pytest.raises(ConfigError, match=r"checkpoint\.upload=s3://nowhere/run: s3://nowhere"):
-        check_upload("s3://nowhere/run")
+        check_upload("s3://nowhere/run", tmp_path)
+    own = tmp_path / "run" / "checkpoints"
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "run")
+    for target in (own, f"{own}/", link / "checkpoints"):
+        with pytest.raises(ConfigError, match=r"must not be .*, where the run itself saves"):
+            check_upload(f"file://{target}", own)
+    check_upload(f"file://{own}/copies", own)
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +252,7 @@ def test_a_run_on_another_machine_goes_on_from_urls_alone(
     assert remote_candidates("s3://data/run")[0] == f"s3://data/run/{step_name(6)}"
 
 
-@pytest.mark.parametrize("resume", [f"checkpoints/{step_name(2)}", "none"])
+@pytest.mark.parametrize("resume", [f"checkpoints/{step_name(2)}", "none", "elsewhere"])
 def test_what_a_run_uploads_after_it_went_back_is_newer_than_what_it_left(
     store: Faults, tmp_path: Path, forks: Forks, resume: str
 ) -> None:
@@ -257,8 +264,11 @@ def test_what_a_run_uploads_after_it_went_back_is_newer_than_what_it_left(
     words += ["data.seq_len=32", "train.micro_batch=2", "train.global_batch=4"]
     words += ["train.eval_every=0", "checkpoint.every=2", f"checkpoint.upload={url}"]
     words += [f"run.dir={directory}"]
-    last = "none" if resume == "none" else directory / resume
-    for more in (["train.steps=4"], ["train.steps=3", f"checkpoint.resume={last}"]):
+    last = "none" if resume == "none" else f"{directory}/{resume}"
+    if resume == "elsewhere":  # another machine, which has nothing but the URL
+        last = f"{url}/{step_name(2)} run.dir={tmp_path / 'other'}"
+    back = f"train.steps=3 checkpoint.resume={last}".split()
+    for more in (["train.steps=4"], back):
         code, output = forks.run("configs/quickstart.yaml", *words, *more)
         assert code == 0, output[-3000:]
     assert remote_candidates(url)[0] == f"{url}/{step_name(3)}"
