@@ -59,6 +59,7 @@ BENCHMARKS = {  # name -> module, which has OPTIONS (names of options), `rows(op
     "data": "tools.benchmarks.data",
     "documents": "tools.benchmarks.documents",
     "end-to-end": "tools.benchmarks.end_to_end",
+    "gemms": "tools.benchmarks.gemms",
     "gradients": "tools.benchmarks.gradients",
     "layer": "tools.benchmarks.layer",
     "layer-kernels": "tools.benchmarks.layer_kernels",

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from coatlm.config.operands import Operand
-from coatlm.fp8 import weight_rows
+from coatlm.fp8 import int8, weight_rows
 from coatlm.fp8.expand import M_E4M3, V_E4M3, expand_dequantize, expand_quantize
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.norm_quantize import quantize_rows
@@ -84,6 +84,7 @@ def kernels(shape: tuple[int, ...]) -> dict[str, tuple[LaunchKernel, float]]:
         ),
         "scale": (lambda: current_scale(x, E4M3), 2 * n),
         "tensor, own amax": (quantized(TENSOR), 5 * n),
+        "row, rotated int8": (lambda: int8.quantize(x), 3 * n),
         "row, flow": (lambda: quantize_rows(x), 3 * n),
         "its codes, transposed": (lambda: quantize_rows_transposed(x, row_scale), 3 * n),
         "rows to gather, amax": (lambda: weight_rows.row_amax(x.view(-1), rows, 0, n), 2 * n),

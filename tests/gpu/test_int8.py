@@ -1,0 +1,86 @@
+"""Rotated INT8 operands on a GPU: codes of the reference, exact sums, graphs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from coatlm.fp8 import int8
+from coatlm.fp8.qtensor import QTensor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+
+def on_gpu(x: QTensor) -> QTensor:
+    return QTensor(x.codes.cuda(), x.scale.cuda(), x.granularity, x.fmt)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("m", "k"), [(1, 48), (37, 64), (300, 896), (129, 4096), (3, 14336), (2, 65536)]
+)
+def test_codes_are_those_of_the_reference_but_for_ties(m: int, k: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(m, k) * torch.logspace(-6, 1, m)[:, None]).to(dtype)
+    x[0, 3] = 50.0
+    made, expected = int8.quantize(x.cuda()), int8.quantize(x)
+    torch.testing.assert_close(made.scale.cpu(), expected.scale, rtol=1e-5, atol=0)
+    apart = (made.codes.cpu().int() - expected.codes.int()).abs()
+    assert apart.max() <= 1
+    assert apart.float().mean() < 1e-3
+
+
+def test_rows_of_zeros_and_rows_that_are_not_finite_have_no_effect_on_others() -> None:
+    x = torch.randn(6, 256).bfloat16()
+    x[0], x[1, 3], x[2, 3], x[3, 200] = 0.0, torch.nan, torch.inf, -torch.inf
+    made = int8.quantize(x.cuda())
+    y = int8.matmul(made, int8.quantize(torch.randn(32, 256).bfloat16().cuda()))
+    assert made.scale[0] == 1.0
+    assert not y[0].any()
+    assert not y[1:4].isfinite().any()
+    assert y[4:].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(1, 16, 48), (129, 272, 64), (300, 528, 896), (1000, 4096, 4096), (64, 28672, 1024)],
+)
+@pytest.mark.parametrize("options", [(), ("add",), ("bias",), ("add", "bias")])
+def test_gemms_have_the_bits_of_the_reference(
+    m: int, n: int, k: int, options: tuple[str, ...]
+) -> None:
+    def codes(rows: int) -> QTensor:
+        x = int8.quantize(torch.randn(rows, k))
+        return QTensor(x.codes, x.scale, x.granularity, x.fmt)
+
+    a, b = codes(m), codes(n)
+    given: dict[str, Tensor] = {"add": torch.randn(m, n).bfloat16(), "bias": torch.randn(n)}
+    given["bias"] = given["bias"].bfloat16()
+    given = {name: given[name] for name in options}
+    expected = int8.matmul(a, b, **given)
+    out = torch.full((m, n), torch.nan, dtype=torch.bfloat16, device="cuda")
+    made = int8.matmul(on_gpu(a), on_gpu(b), out=out, **{k: v.cuda() for k, v in given.items()})
+    assert made is out
+    difference = (made.cpu().float() - expected.float()).abs()
+    # Scales and what is added may be multiplied and added in one rounding or in two.
+    assert (difference <= expected.float().abs() * 2**-7 + 1e-6).all()
+    assert (difference != 0).float().mean() < 0.01
+
+
+def test_a_replay_of_a_graph_repeats_the_gemm() -> None:
+    x, w = torch.randn(512, 1024).bfloat16().cuda(), torch.randn(768, 1024).bfloat16().cuda()
+
+    def product() -> Tensor:
+        return int8.matmul(int8.quantize(x), int8.quantize(w))
+
+    expected = product()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = product()
+    y.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(y, expected)
