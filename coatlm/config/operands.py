@@ -69,12 +69,13 @@ class Operand:
     """The FP8 format of a tensor: an operand of a GEMM, or saved for backward.
 
     `scaling` is the source of the scale: "current" is the amax of the tensor itself, "delayed" the
-    amaxes of earlier steps, "forward" the largest scale that forward computed for the same tensor;
-    backward then quantizes with it what it has of the tensor: the dequantized codes of forward, the
-    saved tensor, or the recomputed one. "delayed" and "forward" are for TENSOR only. With
-    `power_of_two` a scale is the power of two at or above amax / MAX, else amax / MAX in fp32.
-    `rounding`: of the codes, to the nearest or up or down at random (fp8/stochastic.py). "int8" is
-    for forward's GEMMs alone: integers of rotated rows, with the scale amax / 127 (fp8/int8.py).
+    amaxes of earlier steps, "forward" the largest scale that forward computed for the same tensor
+    (of "int8" the one that E4M3 has for it); backward then quantizes with it what it has of the
+    tensor: the dequantized codes of forward, the saved tensor, or the recomputed one. "delayed" and
+    "forward" are for TENSOR only. With `power_of_two` a scale is the power of two at or above
+    amax / MAX, else amax / MAX in fp32. `rounding`: of the codes, to the nearest or up or down at
+    random (fp8/stochastic.py). "int8" is for forward's GEMMs alone: integers of rotated rows, with
+    the scale amax / 127 (fp8/int8.py).
     """
 
     fmt: FormatName

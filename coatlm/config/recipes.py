@@ -131,8 +131,6 @@ class FlowRecipe:
             raise ValueError("forward: both operands are int8, or none")
         if any(operand.fmt == "int8" for operand in others):
             raise ValueError("int8: only for the operands of forward")
-        if "int8" in forward and any(operand.scaling == "forward" for operand in others):
-            raise ValueError("scaling=forward: int8 has no scale that backward could use")
         if "int8" in forward and (self.saved.linear_input or self.saved.projection_input):
             raise ValueError("saved.linear_input: int8 codes of linear inputs have no use in wgrad")
 
@@ -220,13 +218,7 @@ COAT_PAPER = FlowRecipe(
 
 # COAT with rotated INT8 operands in forward, whose rounding errors are a quarter of those of E4M3.
 ROTATED = Operand("int8", ROW, power_of_two=False)
-CURRENT = Operand("e4m3", TENSOR)
-COAT_INT8 = replace(
-    COAT,
-    forward=ForwardGemm(activation=ROTATED, weight=ROTATED),
-    dgrad=replace(COAT.dgrad, weight=CURRENT),
-    wgrad=replace(COAT.wgrad, activation=CURRENT),
-)
+COAT_INT8 = replace(COAT, forward=ForwardGemm(activation=ROTATED, weight=ROTATED))
 
 # Block-wise: 1 x 128 along the summed axis for activations and gradients, 128 x 128 for weights.
 ALONG, SQUARE = Operand("e4m3", block(1, 128)), Operand("e4m3", block(128, 128))

@@ -29,6 +29,7 @@ from coatlm.config.operands import TENSOR, Operand
 from coatlm.config.recipes import OF_FORWARD, ROWS, DgradGemm, FlowRecipe, ForwardGemm
 from coatlm.fp8 import int8
 from coatlm.fp8.attention import dequantize_blocks
+from coatlm.fp8.formats import INT8
 from coatlm.fp8.norm_quantize import Normed, norm_quantize, quantize_rows
 from coatlm.fp8.operand import emit, emit_direct, emit_transposed, format_of
 from coatlm.fp8.qtensor import QTensor
@@ -77,6 +78,11 @@ def as_operand(x: Tensor, wanted: Operand, *, share: Share = _alone) -> QTensor:
         return emit_direct(x, wanted)
     scale = current_scale(x, format_of(wanted), power_of_two=wanted.power_of_two)
     return emit_direct(x, wanted, scale=share(scale))
+
+
+def scale_for_backward(x: QTensor) -> Tensor:
+    """The scales of an operand of forward, for an operand of backward that takes its largest."""
+    return int8.e4m3_scale(x) if x.fmt == INT8 else x.scale
 
 
 def save_blocks(x: Tensor, wanted: Operand | None) -> QTensor | None:
@@ -129,6 +135,8 @@ def weight_transposed(
     assert scale is not None
     if (forward.weight, dgrad.weight) == (ROWS, OF_FORWARD):
         return quantize_rows_transposed(weight, scale)
+    if forward.weight.fmt == "int8" and dgrad.weight == OF_FORWARD:
+        return quantize_transposed(weight, scale.amax())
     if forward.weight.granularity == TENSOR:  # casts as forward does
         return emit_transposed(weight, dgrad.weight, scale=scale)
     again = as_operand(weight, forward.weight)

@@ -153,11 +153,14 @@ class Flow:
         wanted = self.recipe.dgrad.weight
         if wanted.scaling != "forward":
             return emit_transposed(weight.detach(), wanted)
+        if self.recipe.rotated:
+            return self.backward_weight(weight, self.weight_scale(direct))
         return producers.codes_transposed(direct, self.recipe.forward.weight, wanted)
 
     def weight_scale(self, weight: QTensor) -> Tensor | None:
         """The scales of a weight in forward, if dgrad's operand needs them."""
-        return weight.scale if self.recipe.dgrad.weight.scaling == "forward" else None
+        wanted = self.recipe.dgrad.weight.scaling == "forward"
+        return producers.scale_for_backward(weight) if wanted else None
 
     def backward_weight(self, weight: Tensor, scale: Tensor | None) -> QTensor:
         """W^T [in, out] as the operand of dgrad; `scale` is the `weight_scale` of forward."""
@@ -284,7 +287,8 @@ class Flow:
 
     def input_scale(self, x: QTensor) -> Tensor | None:
         """The scales of a linear's input in forward, of all tokens, if wgrad needs them."""
-        return x.scale if self.recipe.wgrad.activation.scaling == "forward" else None
+        wanted = self.recipe.wgrad.activation.scaling == "forward"
+        return producers.scale_for_backward(x) if wanted else None
 
     def as_gradient(self, linear: LinearName, codes: Codes, values: Values) -> Gradient:
         """The operands of dgrad and wgrad: codes of dy, or `values`, dy [T, K] in BF16."""
@@ -327,7 +331,7 @@ class Flow:
             return lambda: self._columns(values())
         parallel, one = self.parallel, None if scale is None else scale.amax()
         source, wanted = self.recipe.forward.activation, self.recipe.wgrad.activation
-        fused = (source, wanted) == (ROWS, OF_FORWARD)
+        fused = wanted == OF_FORWARD and (source == ROWS or self.recipe.rotated)
         if fused and one is not None and (y is not None or producers.powers_of_two(x)):
             matrix = x if y is None else y.codes
             factors: dict[str, Any] = {"row": rstd, "column": weight}

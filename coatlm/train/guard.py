@@ -2,8 +2,8 @@
 
 Every precision.guard_every steps the FP8 tensors of each layer are measured (`model.numerics`).
 With u = eps / 2, the largest relative error of a normal number in the tensor's format (2^-4 in
-E4M3, 2^-3 in E5M2; twice that with stochastic rounding), and d the dequantized codes of a tensor x,
-FP8 hurts x if a measure exceeds its limit:
+E4M3, 2^-3 in E5M2; twice that with stochastic rounding; for INT8 0.026, from where on E4M3 would
+lose less), and d the dequantized codes of a tensor x, FP8 hurts x if a measure exceeds its limit:
 
     relative_error > u     |d - x| / |x|. Rounding of normal numbers gives 0.42 u (0.026 in E4M3;
                            0.3 u with stochastic rounding) and never more than u, so values were
@@ -55,6 +55,7 @@ from coatlm.train.reports import number_list
 
 whole_run = logging.getLogger("coatlm.run")
 
+NEAREST = 0.42  # error of numbers rounded to nearest, relative to the largest, u
 BULK = math.sqrt(2 * math.pi / 12)  # 0.72: rms error in units of s, per share of zeros z
 GuardLimits = dict[str, dict[str, float]]  # tensor -> measure -> limit
 NO_MEMORY = "no memory"
@@ -107,9 +108,10 @@ def limits_of(precision: Precision) -> GuardLimits:
             operand = recipe.forward.weight
         elif tensor.endswith("_grad"):
             operand = recipe.dgrad.gradient
-        e4m3 = tensor.endswith("_saved") or operand.fmt == "int8"  # which must not be worse
-        fmt = E4M3 if e4m3 else format_of(operand)
-        most = fmt.eps / 2
+        saved = tensor.endswith("_saved")
+        integers = operand.fmt == "int8" and not saved
+        fmt = E4M3 if saved or integers else format_of(operand)
+        most = fmt.eps / 2 * (NEAREST if integers else 1)
         if tensor.endswith("_grad") and operand.rounding == "stochastic":
             most = fmt.eps
         limits[tensor] = {"relative_error": most}

@@ -15,6 +15,7 @@ from coatlm.fp8.formats import E4M3, INT8
 from coatlm.fp8.operand import emit_direct
 from coatlm.fp8.qtensor import QTensor
 from coatlm.fp8.rotation import hadamard, rotate, span_of
+from coatlm.fp8.scaling import power_of_two_ref
 from tests.fp8.sm90 import compile_sm90, launches_compiled, run_interpreted
 
 LENGTHS = pytest.mark.parametrize("k", [64, 192, 48, 1024])
@@ -85,12 +86,27 @@ def test_rows_of_zeros_and_rows_that_are_not_finite_have_no_effect_on_others() -
     x = gaussian(5, 128)
     x[0], x[1, 3], x[2, 3] = 0.0, torch.nan, torch.inf
     made = int8.quantize(x)
-    assert made.scale[0] == 1.0
+    assert made.scale[0] == 2.0**-126
     assert not made.codes[:3].any()
     y = gemm.matmul(made, int8.quantize(gaussian(16, 128, 1)))
     assert not y[0].any()
     assert not y[1:3].isfinite().any()
     assert y[3:].isfinite().all()
+
+
+@pytest.mark.parametrize("k", [320, 48])
+def test_e4m3_holds_each_row_with_the_scale_that_follows_from_its_codes(k: int) -> None:
+    x = gaussian(20, k) * torch.logspace(-4, 3, 20)[:, None]
+    x[3], x[4] = 0.0, 0.0
+    x[4, 7] = 5.0  # rotated, its elements are sqrt(n) smaller
+    scale = int8.e4m3_scale(int8.quantize(x))
+    needed = power_of_two_ref(x.float().abs().amax(-1, keepdim=True), E4M3)
+    assert scale.log2().frac().eq(0).all()
+    assert scale[3] < 2.0**-100
+    others = torch.arange(20) != 3
+    assert needed[others].le(scale[others]).all()
+    assert scale[others].le(16 * needed[others]).all()
+    assert scale[4] == needed[4]
 
 
 def test_sums_are_exact_in_any_order() -> None:

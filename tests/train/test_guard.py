@@ -57,9 +57,12 @@ def test_limits_follow_the_formats_of_the_recipe(name: str) -> None:
     assert set(limits) == set(TENSORS)
     five = RECIPES[name].dgrad.gradient.fmt == "e5m2"
     for tensor, of in limits.items():
-        gradient = tensor.endswith("_grad")
-        assert of["relative_error"] == (2**-3 if gradient and five else 2**-4)
-        assert of.get("underflow") == (None if gradient else pytest.approx(0.0864, abs=1e-4))
+        gradient, saved = tensor.endswith("_grad"), tensor.endswith("_saved")
+        # From these limits on integers lose more than E4M3 does of Gaussian numbers, 0.0264.
+        integers = RECIPES[name].rotated and not (gradient or saved)
+        error, zeros = (0.02625, 0.0363) if integers else (2**-4, 0.0864)
+        assert of["relative_error"] == (2**-3 if gradient and five else error)
+        assert of.get("underflow") == (None if gradient else pytest.approx(zeros, abs=1e-4))
         assert "saturated" not in of
 
 
