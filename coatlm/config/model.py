@@ -299,9 +299,9 @@ class Precision(Section):
     """What happens when FP8 hurts a layer: warn logs the layer and its tensor. fallback also lets
     the layer compute in BF16 from the next step on, and operand only that tensor: where a GEMM
     takes it, or as it is saved for backward. Both hold for runs that resume from the checkpoints
-    with the same guard. With parallel.tp > 1, coat-paper and coat-int8, operand lets the whole layer
-    compute in BF16 for an operand of a GEMM; with parallel.cp_comm_kv=fp8 for keys and values.
-    docs/concepts.md has the limits."""
+    with the same guard. With parallel.tp > 1, coat-paper and coat-int8, operand lets the whole
+    layer compute in BF16 for an operand of a GEMM; with parallel.cp_comm_kv=fp8 for keys and
+    values. docs/concepts.md has the limits."""
 
     guard_every: StrictInt = number(500, "steps", ge=1, le=FOREVER)
     """Steps between the measurements of guard, which acts if two in a row find the same tensor."""
