@@ -80,8 +80,10 @@ def as_operand(x: Tensor, wanted: Operand, *, share: Share = _alone) -> QTensor:
     return emit_direct(x, wanted, scale=share(scale))
 
 
-def scale_for_backward(x: QTensor) -> Tensor:
-    """The scales of an operand of forward, for an operand of backward that takes its largest."""
+def scale_for_backward(x: QTensor, wanted: Operand) -> Tensor | None:
+    """Scales of x, an operand of forward, if backward's operand `wanted` takes the largest."""
+    if wanted.scaling != "forward":
+        return None
     return int8.e4m3_scale(x) if x.fmt == INT8 else x.scale
 
 

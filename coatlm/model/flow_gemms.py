@@ -151,16 +151,13 @@ class Flow:
 
     def _transposed(self, weight: Tensor, direct: QTensor) -> QTensor:
         wanted = self.recipe.dgrad.weight
-        if wanted.scaling != "forward":
-            return emit_transposed(weight.detach(), wanted)
-        if self.recipe.rotated:
+        if wanted.scaling != "forward" or self.recipe.rotated:
             return self.backward_weight(weight, self.weight_scale(direct))
         return producers.codes_transposed(direct, self.recipe.forward.weight, wanted)
 
     def weight_scale(self, weight: QTensor) -> Tensor | None:
         """The scales of a weight in forward, if dgrad's operand needs them."""
-        wanted = self.recipe.dgrad.weight.scaling == "forward"
-        return producers.scale_for_backward(weight) if wanted else None
+        return producers.scale_for_backward(weight, self.recipe.dgrad.weight)
 
     def backward_weight(self, weight: Tensor, scale: Tensor | None) -> QTensor:
         """W^T [in, out] as the operand of dgrad; `scale` is the `weight_scale` of forward."""
@@ -287,8 +284,7 @@ class Flow:
 
     def input_scale(self, x: QTensor) -> Tensor | None:
         """The scales of a linear's input in forward, of all tokens, if wgrad needs them."""
-        wanted = self.recipe.wgrad.activation.scaling == "forward"
-        return producers.scale_for_backward(x) if wanted else None
+        return producers.scale_for_backward(x, self.recipe.wgrad.activation)
 
     def as_gradient(self, linear: LinearName, codes: Codes, values: Values) -> Gradient:
         """The operands of dgrad and wgrad: codes of dy, or `values`, dy [T, K] in BF16."""
