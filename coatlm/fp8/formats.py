@@ -152,6 +152,7 @@ class ShortFloat:
 
 
 E3M4 = ShortFloat()
+Coding = Fp8Format | ShortFloat  # a format of payloads
 
 
 @dataclass(frozen=True)
@@ -169,10 +170,5 @@ class RotatedInt8:
         """Codes of fp32 values: rounded to nearest, ties to even; NaN becomes 0."""
         return x.round().clamp(-self.max, self.max).nan_to_num(0.0).to(self.dtype)
 
-    def decode(self, codes: Tensor) -> Tensor:
-        """The fp32 values of codes, exact."""
-        return codes.float()
-
 
 INT8 = RotatedInt8()
-Coding = Fp8Format | ShortFloat | RotatedInt8  # a format of codes that have a scale

@@ -197,8 +197,8 @@ def matmul(
     number of rows is no multiple of 4, and for two E5M2 operands.
     """
     _check(a, b, out, add)
+    added = out if out is not None and accumulate else add
     if isinstance(a.fmt, RotatedInt8):
-        added = out if out is not None and accumulate else add
         return int8.matmul(a, b, out=out, add=added, bias=bias)
     if a.granularity != b.granularity and TENSOR in (a.granularity, b.granularity):
         a, b = _scaled_by_rows(a), _scaled_by_rows(b)
@@ -227,7 +227,7 @@ def matmul(
         scales_in_order(a),
         scales_in_order(b),
         into,
-        add=out if out is not None and accumulate else add,
+        add=added,
         bias=bias,
     )
     return into

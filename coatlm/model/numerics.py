@@ -273,7 +273,6 @@ def _measure(
     for start, stop in _pieces(m, k, quantized.granularity.rows or 1, sampled):
         x = source[start:stop].float() if isinstance(source, Tensor) else source(start, stop)
         part = _cut(quantized, start, stop)
-        amax.append(x.abs().amax())
         code, exact = part.codes.float(), x.double()
         encoded = rotate(x) if isinstance(part.fmt, RotatedInt8) else x
         counts = (
@@ -285,6 +284,7 @@ def _measure(
             exact.square().sum(),
         )
         sums.append(torch.stack([count.double() for count in counts]))
+        amax.append(x.abs().amax())
     return torch.stack(amax).amax(), torch.stack(sums).sum(0)
 
 

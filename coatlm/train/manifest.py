@@ -26,7 +26,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -185,7 +185,11 @@ def newest_first(directory: Path) -> list[Path]:
 
 def last_serial(directory: Path) -> int:
     """The highest number of a checkpoint in a directory; 0 without a readable manifest."""
-    serials = [_serial(path) for path, _ in _steps(directory)]
+    return highest(_serial(path) for path, _ in _steps(directory))
+
+
+def highest(serials: Iterable[float]) -> int:
+    """The highest number that is one, not Inf as that of a damaged manifest; 0 without any."""
     return int(max((s for s in serials if s < math.inf), default=0))
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -26,13 +25,14 @@ from pathlib import Path
 
 from coatlm.config import ConfigError
 from coatlm.console import progress
-from coatlm.remote import Location, RemoteError
+from coatlm.remote import AHEAD, Location, RemoteError
 from coatlm.train.agreement import Group, together
 from coatlm.train.manifest import (
     MANIFEST,
     STEP,
     CheckpointError,
     File,
+    highest,
     intact,
     read_checkpoint_manifest,
     write_file,
@@ -42,7 +42,6 @@ DOWNLOADS = "downloads"  # in a run directory
 UNNAMED = "checkpoint"  # the download of a checkpoint whose URL does not end with a step
 MARK = ".url"  # suffix of the file that marks a download
 TRIES = 2  # downloads of a file whose checksum differs
-REQUESTS = 16  # in flight at once
 LARGEST_MANIFEST = 1 << 28  # bytes; a file of a checkpoint takes about 100
 
 
@@ -55,9 +54,7 @@ def remote_candidates(url: str) -> list[str]:
     if (at / MANIFEST).exists():
         return [url]
     for directory in (at, at / "checkpoints"):
-        steps = [directory / name for name in directory.names() if STEP.fullmatch(name)]
-        whole = [(_serial(step), step.url) for step in steps if _whole(step)]
-        if whole:
+        if whole := _uploaded(directory):
             return [step for _, step in sorted(whole, reverse=True)]
     raise CheckpointError(f"{url} holds no checkpoint (no step_*/{MANIFEST})")
 
@@ -102,18 +99,21 @@ def discard_downloads(run_dir: Path) -> None:
 
 def last_uploaded(url: str) -> int:
     """The highest number of a checkpoint at `url`; 0 if there is none, or none that can be read."""
-    at = Location.of(url)
     try:
-        steps = [at / name for name in at.names() if STEP.fullmatch(name)]
-        with ThreadPoolExecutor(REQUESTS) as pool:
-            serials = [*pool.map(lambda step: _serial(step) if _whole(step) else 0, steps)]
+        return highest(serial for serial, _ in _uploaded(Location.of(url)))
     except RemoteError:  # whoever may write need not be allowed to read
         return 0
-    return int(max((serial for serial in serials if serial < math.inf), default=0))
 
 
-def _whole(checkpoint: Location) -> bool:
-    return (checkpoint / MANIFEST).exists()
+def _uploaded(directory: Location) -> list[tuple[float, str]]:
+    """The number and the URL of each checkpoint in a directory that has a manifest."""
+
+    def numbered(step: Location) -> list[tuple[float, str]]:
+        return [(_serial(step), step.url)] if (step / MANIFEST).exists() else []
+
+    steps = [directory / name for name in directory.names() if STEP.fullmatch(name)]
+    with ThreadPoolExecutor(AHEAD) as pool:
+        return [found for each in pool.map(numbered, steps) for found in each]
 
 
 def check_upload(url: str, own: Path) -> None:

@@ -157,7 +157,6 @@ def test_operands_of_two_kinds_and_other_outputs_are_refused() -> None:
         int8.quantize(too_long)
     with pytest.raises(ValueError, match="fmt=int8: scales are amax / 127 per row"):
         Operand("int8", TENSOR)
-    assert E4M3.max != INT8.max
 
 
 @pytest.mark.parametrize("k", [48, 896, 4096, 14336, 65536])

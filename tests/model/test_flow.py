@@ -284,8 +284,10 @@ def test_gradients_in_e4m3_are_closer_than_in_e5m2(recipe: str, megatron: None) 
         for fmt in ("e5m2", "e4m3")
     )
     assert e4m3["y"] == e5m2["y"]
-    # The gradient of a norm has 64 elements, and most of its error is that of what is saved.
-    slack = {k: 1.05 if "layernorm" in k else 1.0 for k in exact if k != "y"}
+    # The gradient of a norm has 64 elements. Where forward hardly errs, most of its error is that
+    # of what is saved.
+    most = 1.05 if RECIPES[recipe].rotated else 1.0
+    slack = {k: most if "layernorm" in k else 1.0 for k in exact if k != "y"}
     assert all(e4m3[k] < e5m2[k] * most for k, most in slack.items())
 
 
