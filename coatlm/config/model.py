@@ -230,7 +230,8 @@ class Precision(Section):
     GEMM operands. coat-int8, coat-rowgrad, rowwise and fp8-block save what coat saves and differ in
     their GEMM operands: coat-int8 has rotated 8-bit integers in forward, coat-rowgrad has gradients
     in e4m3 with a scale per row, rowwise has such scales for all operands, fp8-block one per 128
-    elements of a row and one per 128 x 128 elements of a weight."""
+    elements of a row and one per 128 x 128 elements of a weight. coat-lean-int8 is coat-lean with
+    the forward of coat-int8."""
 
     group_size: Literal[16, 32, 64, 128] | None = None
     """Elements per scale (block size) of tensors saved for backward in FP8; null means 16."""

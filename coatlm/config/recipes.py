@@ -216,9 +216,12 @@ COAT_PAPER = FlowRecipe(
     saved=replace(COAT.saved, norm_input=EXACT_16, gate_up=EXACT_16, linear_input=True),
 )
 
-# COAT with rotated INT8 operands in forward, whose rounding errors are a quarter of those of E4M3.
+# COAT that saves what attention needs in FP8 too.
+LEAN = replace(COAT, saved=replace(COAT.saved, q=BLOCKS_16, k=BLOCKS_16, v=BLOCKS_16, o=BLOCKS_16))
+
+# Rotated INT8 operands in forward, whose rounding errors are a quarter of those of E4M3.
 ROTATED = Operand("int8", ROW, power_of_two=False)
-COAT_INT8 = replace(COAT, forward=ForwardGemm(activation=ROTATED, weight=ROTATED))
+INT8_FORWARD = ForwardGemm(activation=ROTATED, weight=ROTATED)
 
 # Block-wise: 1 x 128 along the summed axis for activations and gradients, 128 x 128 for weights.
 ALONG, SQUARE = Operand("e4m3", block(1, 128)), Operand("e4m3", block(128, 128))
@@ -229,10 +232,9 @@ RECIPES: dict[str, FlowRecipe] = {
         saved=SavedTensors(norm_input=None, gate_up=None, linear_input=True, projection_input=True),
     ),
     "coat": COAT,
-    "coat-lean": replace(
-        COAT, saved=replace(COAT.saved, q=BLOCKS_16, k=BLOCKS_16, v=BLOCKS_16, o=BLOCKS_16)
-    ),
-    "coat-int8": COAT_INT8,
+    "coat-lean": LEAN,
+    "coat-int8": replace(COAT, forward=INT8_FORWARD),
+    "coat-lean-int8": replace(LEAN, forward=INT8_FORWARD),
     "coat-rowgrad": replace(
         COAT,
         dgrad=replace(COAT.dgrad, gradient=ROWS),

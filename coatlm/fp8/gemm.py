@@ -11,7 +11,7 @@ Granularities of the scales, of `a` and of `b`:
     ROW x TENSOR        a scale per row of one, one scale for the other; and TENSOR x ROW
     block(1, 128) x block(1, 128), block(1, 128) x block(128, 128), block(128, 128) x block(1, 128)
 
-Two INT8 operands with scales per row have GEMMs of their own, with exact sums (int8.py).
+Two INT8 operands with scales per row have GEMMs of their own, with exact sums (int8_gemm.py).
 
 The sum is fp32 and is rounded to `out`'s dtype; where something BF16 is added, cuBLASLt may round
 the sum first. With `fast` the tensor core keeps about 14 bits between the steps of a sum instead of
@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from coatlm.fp8 import cublaslt, int8
+from coatlm.fp8 import cublaslt, int8_gemm
 from coatlm.fp8.cublaslt import Heuristic, Kind, Plan, ScaleMode
 from coatlm.fp8.formats import ALIGNMENT, Fp8Format, RotatedInt8
 from coatlm.fp8.qtensor import ROW, TENSOR, Granularity, QTensor
@@ -199,7 +199,7 @@ def matmul(
     _check(a, b, out, add)
     added = out if out is not None and accumulate else add
     if isinstance(a.fmt, RotatedInt8):
-        return int8.matmul(a, b, out=out, add=added, bias=bias)
+        return int8_gemm.matmul(a, b, out=out, add=added, bias=bias)
     if a.granularity != b.granularity and TENSOR in (a.granularity, b.granularity):
         a, b = _scaled_by_rows(a), _scaled_by_rows(b)
     if not a.codes.is_cuda:

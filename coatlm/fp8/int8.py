@@ -1,24 +1,24 @@
 """INT8 operands of forward's GEMMs: rows rotated by H (rotation.py), then rounded to integers.
 
-    y = x H                            x[M, K] in BF16 or fp32, y in fp32
+    y = x H                            x[M, K] rounded to BF16, y in fp32
     S[i] = max_k |y[i, k]| / 127       one scale per row, in fp32, at least 2^-126
-    code[i, k] = round(y[i, k] / S[i])
-
-    a b^T [i, j] = Sa[i] Sb[j] sum_k code_a[i, k] code_b[j, k]
+    code[i, k] = round(y[i, k] * (1 / S[i]))
 
 An integer of 8 bits has steps of the same size everywhere, a number of E4M3 has three bits of
 mantissa. Where the elements of a row are alike, as rotation makes them, integers are the better
 choice: with Gaussian elements whose largest is r times their root mean square, the relative error
-is r / (127 sqrt(12)), 0.007 to 0.01 for r = 3 to 4.5, that of E4M3 0.026. The products are summed
-in int32, exactly, so there is no fast accumulation, and no order of a sum changes it. Hopper's
-tensor cores multiply INT8 at the rate of FP8. Sums fit as long as K <= 2^31 / 127^2.
+is r / (127 sqrt(12)), 0.007 to 0.01 for r = 3 to 4.5, that of E4M3 0.026. int8_gemm.py multiplies.
+
+One kernel quantizes rows as they are and the output of RMSNorm, whose input it can save in FP8 as
+norm_quantize.py does; swiglu_quantize.py has the output of SwiGLU.
 
 Backward quantizes x to E4M3 without an amax of its own: a row x = y H has no element larger than
 sqrt(n) 127 S, n = 64 or 16 (`e4m3_scale`). The scale is up to eight times too large, which costs
 E4M3 nothing but three of the 15 binades of its normal numbers.
 
-`quantize_ref` and `matmul_ref` are the definitions. On a GPU the sums of a rotation have another
-order, so that a quotient half way between two integers can get the other code.
+`quantize_ref` is the definition. On a GPU the sums of a rotation have another order, so that a
+quotient half way between two integers can get the other code. In rows that are not finite, the
+scale is not finite, and codes are any integers.
 """
 
 from __future__ import annotations
@@ -27,71 +27,110 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
 from coatlm.fp8.formats import E4M3, INT8, SMALLEST
+from coatlm.fp8.norm_quantize import Normed, norm_quantize_ref
 from coatlm.fp8.qtensor import ROW, QTensor
-from coatlm.fp8.quantize import LONGEST_ROW, quotient
-from coatlm.fp8.rotation import rotate, span_of
-from coatlm.fp8.scaling import amax_of, scales_of
-from coatlm.kernels.norm import processors
+from coatlm.fp8.quantize import LONGEST_ROW
+from coatlm.fp8.rotation import RUN, rotate, rotate_runs, span_of
+from coatlm.fp8.saved_blocks import arguments, empty_saved, store_block_codes
+from coatlm.fp8.scaling import amax_of, larger, scales_of, top_exponent
 
-TILE = 8192  # elements that a program of the quantization holds, if a row is not longer
-THREAD = 64  # of these per thread
+CHUNKS = 4  # of a row, at most; a thread holds 16 elements of each
 LONGEST_SUM = 2**31 // 127**2  # elements of a row whose products an int32 holds
-BM, BN, BK, GROUP = 128, 256, 128, 8  # tile of a GEMM; rows of tiles that are computed together
-WARPS, STAGES = 8, 3
+LARGEST_BLOCK = 32 * RUN  # elements of a row that a warp holds
 
 
 def quantize_ref(x: Tensor) -> QTensor:
     """The definition, and the CPU path."""
-    y = rotate(x)
+    y = rotate(x.bfloat16())
     scale = y.abs().amax(-1, keepdim=True) / torch.tensor(INT8.max)
     scale = torch.where(scale < SMALLEST, SMALLEST, scale)
-    codes = INT8.encode(y / torch.where(scale.isfinite(), scale, torch.nan))
+    codes = INT8.encode(y * torch.where(scale.isfinite(), 1 / scale, torch.nan))
     return QTensor(codes, scale, ROW, INT8)
 
 
 @triton.jit
-def _hadamard(SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """H; its elements, +-1/4 or +-1/8, are exact in BF16."""
-    i = tl.arange(0, SIZE)
-    common = i[:, None] & i[None, :]
-    common ^= common >> 4
-    common ^= common >> 2
-    common ^= common >> 1
-    size: tl.constexpr = 0.125 if SIZE == 64 else 0.25
-    return tl.where((common & 1) == 0, size, -size).to(DTYPE)
+def int8_scale(amax):
+    """The scale of a row; NaN or Inf where amax is."""
+    scale = tl.div_rn(amax, 127.0)
+    return tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
 
 
 @triton.jit
-def _quantize_kernel(
-    x_ptr,
+def int8_codes(y, scale):
+    """The integers next to y / scale."""
+    # 1.5 * 2^23: the sum is rounded to an integer, which its low bits hold
+    sums = tl.fma(y, tl.div_rn(1.0, scale), 12582912.0)
+    return sums.to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@gluon.jit
+def _rows_kernel(
+    a_ptr,
+    add_ptr,  # or None
+    weight_ptr,  # or None: no norm, the row is quantized as it is
+    x_ptr,  # a + add; None without add
+    rstd_ptr,
     code_ptr,
     scale_ptr,
-    M,
-    K,
-    ROWS: tl.constexpr,
-    SPANS: tl.constexpr,  # of a row, rounded up to a power of two
-    SIZE: tl.constexpr,  # of a span
-    TOP: tl.constexpr,
+    saved_ptr,  # or None
+    saved_exponent_ptr,
+    eps,
+    K: gl.constexpr,
+    SPAN: gl.constexpr,
+    SIZE: gl.constexpr,  # elements of a block of what is saved
+    CHUNKS: gl.constexpr,
+    TOP: gl.constexpr,
+    WARPS: gl.constexpr,
 ):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS * SPANS) // SPANS
-    span = tl.arange(0, ROWS * SPANS) % SPANS
-    at = (row.to(tl.int64) * K + span * SIZE)[:, None] + tl.arange(0, SIZE)[None, :]
-    some = ((row < M) & (span * SIZE < K))[:, None]
-    x = tl.load(x_ptr + at, mask=some, other=0.0)
-    y = tl.dot(x, _hadamard(SIZE, x_ptr.dtype.element_ty), input_precision="ieee")
-    rows = tl.reshape(y, [ROWS, SPANS * SIZE])
-    scale = tl.div_rn(amax_of(rows, 1), TOP)
-    scale = tl.where(scale < 1.1754943508222875e-38, 1.1754943508222875e-38, scale)
-    q = quotient(rows, scale[:, None])
-    q = tl.where(q == q, q, 0.0)
-    # 1.5 * 2^23: the sum is rounded to an integer, which its low bits hold
-    code = (q + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
-    tl.store(code_ptr + at, tl.reshape(code, [ROWS * SPANS, SIZE]), mask=some)
-    each = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    tl.store(scale_ptr + each, scale, mask=each < M)
+    """A program takes a row in chunks, and holds it in registers until its scale is known."""
+    WIDE: gl.constexpr = SIZE // 16  # threads of a block
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [32 // WIDE, WIDE], [WARPS, 1], [1, 0])
+    BLOCKS: gl.constexpr = 32 * WARPS // WIDE  # blocks per chunk
+    row = gl.program_id(0).to(gl.int64)
+    each = gl.arange(0, BLOCKS, gl.SliceLayout(1, LAYOUT))
+    col = each[:, None] * SIZE + gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))[None, :]
+    chunks = ()
+    squares = gl.full([BLOCKS], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
+    for k in gl.static_range(CHUNKS):
+        some = each < K // SIZE - k * BLOCKS
+        mask = some[:, None]
+        at = row * K + k * BLOCKS * SIZE + col
+        x = gl.load(a_ptr + at, mask=mask, other=0.0).to(gl.float32)
+        if add_ptr is not None:
+            x = x + gl.load(add_ptr + at, mask=mask, other=0.0).to(gl.float32)
+            rounded = x.to(x_ptr.dtype.element_ty)
+            gl.store(x_ptr + at, rounded, mask=mask)
+            x = rounded.to(gl.float32)
+        if saved_ptr is not None:
+            exponent_at = saved_exponent_ptr + row * (K // SIZE) + k * BLOCKS + each
+            store_block_codes(x, saved_ptr + at, exponent_at, mask, some, TOP)
+        if weight_ptr is not None:
+            squares += gl.sum(x * x, 1)
+        chunks += (x,)  # type: ignore[assignment]
+    if weight_ptr is not None:
+        rstd = gl.rsqrt(gl.sum(squares, 0) / K + eps)
+        gl.store(rstd_ptr + row, rstd)
+    rotated = ()
+    amax = gl.full([BLOCKS], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
+    for k in gl.static_range(CHUNKS):
+        x = chunks[k]
+        if weight_ptr is not None:
+            mask = (each < K // SIZE - k * BLOCKS)[:, None]
+            weight = gl.load(weight_ptr + k * BLOCKS * SIZE + col, mask=mask, other=0.0)
+            x = x * rstd * weight.to(gl.float32)
+        y = rotate_runs(x, SPAN, WARPS)
+        amax = larger(amax, amax_of(y, 1))
+        rotated += (y,)  # type: ignore[assignment]
+    scale = int8_scale(amax_of(amax, 0))
+    gl.store(scale_ptr + row, scale)
+    for k in gl.static_range(CHUNKS):
+        mask = (each < K // SIZE - k * BLOCKS)[:, None]
+        at = row * K + k * BLOCKS * SIZE + col
+        gl.store(code_ptr + at, int8_codes(rotated[k], scale), mask=mask)
 
 
 def quantize(x: Tensor) -> QTensor:
@@ -100,29 +139,92 @@ def quantize(x: Tensor) -> QTensor:
     Raises ValueError for K that is no multiple of 16 or too long for int32 sums, and on a GPU for
     what is neither BF16 nor fp32, or has rows of more than 65536 elements.
     """
-    if x.ndim != 2 or x.shape[1] % 16 or x.shape[1] > LONGEST_SUM:
+    _check(x)
+    return _quantize(x.contiguous()) if x.is_cuda else quantize_ref(x)
+
+
+def _check(x: Tensor) -> None:
+    if x.ndim != 2 or x.shape[1] % RUN or x.shape[1] > LONGEST_SUM:
         raise ValueError(
-            f"shape={list(x.shape)}: [M, K] with a multiple of 16 up to {LONGEST_SUM} for K"
+            f"shape={list(x.shape)}: [M, K] with a multiple of {RUN} up to {LONGEST_SUM} for K"
         )
-    if not x.is_cuda:
-        return quantize_ref(x)
-    if x.dtype not in (torch.bfloat16, torch.float32) or x.shape[1] > LONGEST_ROW:
+    known = x.dtype in (torch.bfloat16, torch.float32) and x.shape[1] <= LONGEST_ROW
+    if x.is_cuda and not known:
         raise ValueError(
             f"x is {x.dtype}{list(x.shape)}: on a GPU torch.bfloat16 or torch.float32, with rows "
             f"of at most {LONGEST_ROW}"
         )
-    return _quantize(x.contiguous())
 
 
 def _quantize(x: Tensor) -> QTensor:
-    m, k = x.shape
-    codes = torch.empty(m, k, dtype=INT8.dtype, device=x.device)
-    scale = torch.empty(m, 1, dtype=torch.float32, device=x.device)
-    tile = _tile(k)
-    if m:
-        _quantize_kernel[(triton.cdiv(m, tile["ROWS"]),)](
-            x, codes, scale, m, k, TOP=INT8.max, **tile
+    made = empty_rows(x)
+    if x.shape[0]:
+        _rows_kernel[(x.shape[0],)](
+            *(x, None, None, None, None, made.codes, made.scale, None, None, 0.0),
+            TOP=0,
+            **_row_tile(x.shape[1]),
         )
+    return made
+
+
+def norm_quantize(
+    a: Tensor, weight: Tensor, eps: float, *, add: Tensor | None = None, block_size: int = 0
+) -> Normed:
+    """a (and add) BF16 or fp32 [R, H], weight [H] -> INT8 codes of the normalized rows.
+
+    `block_size`: elements per scale of the saved x, as for norm_quantize.norm_quantize; 0 saves
+    nothing. Raises ValueError as `quantize` does, and for a block size that does not divide H or
+    that kernels do not have (`holds_blocks`).
+    """
+    _check(a)
+    check_blocks(a.shape[1], block_size)
+    if not a.is_cuda:
+        return norm_quantize_ref(
+            a, weight, eps, add=add, block_size=block_size, operand=quantize_ref
+        )
+    return _norm_quantize(a, weight, eps, add, block_size)
+
+
+def _norm_quantize(
+    a: Tensor, weight: Tensor, eps: float, add: Tensor | None, block_size: int
+) -> Normed:
+    made, saved = empty_rows(a), empty_saved(a, block_size)
+    x = a if add is None else torch.empty_like(a)
+    rstd = torch.empty(a.shape[0], dtype=torch.float32, device=a.device)
+    _rows_kernel[(a.shape[0],)](
+        a,
+        add,
+        weight,
+        None if add is None else x,
+        rstd,
+        made.codes,
+        made.scale,
+        *arguments(saved),
+        eps,
+        TOP=top_exponent(E4M3),
+        **_row_tile(a.shape[1], block_size),
+    )
+    return Normed(made, x, rstd, saved)
+
+
+def holds_blocks(size: int) -> bool:
+    """Whether kernels that rotate can save blocks of this many elements; 0 for none."""
+    return size == 0 or (size % RUN == 0 and LARGEST_BLOCK % size == 0)
+
+
+def check_blocks(k: int, size: int) -> None:
+    """Raise ValueError unless kernels can rotate rows of k and save them in blocks of `size`."""
+    if k % RUN or not holds_blocks(size) or (size and k % size):
+        raise ValueError(
+            f"block_size={size} of rows of {k}: rotated rows are multiples of {RUN} long, and "
+            "blocks of 0, 16, 32, 64, 128, 256 or 512 divide them"
+        )
+
+
+def empty_rows(x: Tensor) -> QTensor:
+    """Uninitialized codes and scales of x[M, K]."""
+    codes = torch.empty(x.shape, dtype=INT8.dtype, device=x.device)
+    scale = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device)
     return QTensor(codes, scale, ROW, INT8)
 
 
@@ -132,118 +234,8 @@ def e4m3_scale(x: QTensor) -> Tensor:
     return scales_of(largest, E4M3, power_of_two=True)
 
 
-def _tile(k: int) -> dict[str, int]:
-    """Rows and spans that a program of the quantization holds, and its warps."""
-    size = span_of(k)
-    spans = triton.next_power_of_2(k // size)
-    rows = max(TILE // (spans * size), 1)
-    warps = min(max(rows * spans * size // (32 * THREAD), 4), 32)
-    return {"ROWS": rows, "SPANS": spans, "SIZE": size, "num_warps": warps}
-
-
-def matmul_ref(
-    a: QTensor, b: QTensor, *, add: Tensor | None = None, bias: Tensor | None = None
-) -> Tensor:
-    """The definition, and the CPU path: BF16 [M, N]. fp64 holds the sums of products exactly."""
-    sums = a.codes.double() @ b.codes.double().t()
-    result = sums.float() * a.scale * b.scale.t()
-    for term in (bias, add):
-        if term is not None:
-            result += term.float()
-    return result.bfloat16()
-
-
-@triton.jit
-def _store(sums, out_desc, add_desc, a_scale_ptr, b_scale_ptr, bias_ptr, i, j, M, N):
-    """Scale the sums from row i and column j on, add what is added, and store them in BF16."""
-    row, column = i + tl.arange(0, sums.shape[0]), j + tl.arange(0, sums.shape[1])
-    a_scale = tl.load(a_scale_ptr + row, mask=row < M, other=0.0)
-    b_scale = tl.load(b_scale_ptr + column, mask=column < N, other=0.0)
-    out = sums.to(tl.float32) * a_scale[:, None] * b_scale[None, :]
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + column, mask=column < N, other=0.0)
-        out += bias.to(tl.float32)[None, :]
-    if add_desc is not None:
-        out += add_desc.load([i, j]).to(tl.float32)
-    out_desc.store([i, j], out.to(tl.bfloat16))
-
-
-@triton.jit
-def _matmul_kernel(
-    a_desc,
-    b_desc,
-    out_desc,
-    add_desc,  # BF16 [M, N], or None
-    a_scale_ptr,
-    b_scale_ptr,
-    bias_ptr,  # BF16 [N], or None
-    M,
-    N,
-    K,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    down, across = tl.cdiv(M, BM), tl.cdiv(N, BN)
-    for tile in tl.range(tl.program_id(0), down * across, tl.num_programs(0), flatten=True):
-        first = tile // (GROUP * across) * GROUP
-        height = min(down - first, GROUP)
-        i = (first + tile % (GROUP * across) % height) * BM
-        j = tile % (GROUP * across) // height * BN
-        sums = tl.zeros((BM, BN), tl.int32)
-        for k in range(0, K, BK):
-            a, b = a_desc.load([i, k]), b_desc.load([j, k])
-            sums = tl.dot(a, b.T, sums, out_dtype=tl.int32)
-        # Half of the columns at a time: a whole tile would not fit beside the operands' stages.
-        left, right = tl.split(tl.permute(tl.reshape(sums, (BM, 2, BN // 2)), (0, 2, 1)))
-        _store(left, out_desc, add_desc, a_scale_ptr, b_scale_ptr, bias_ptr, i, j, M, N)
-        j += BN // 2
-        _store(right, out_desc, add_desc, a_scale_ptr, b_scale_ptr, bias_ptr, i, j, M, N)
-
-
-def matmul(
-    a: QTensor,
-    b: QTensor,
-    *,
-    out: Tensor | None = None,
-    add: Tensor | None = None,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """a[M, K], b[N, K], both INT8 with scales per row -> a b^T in BF16 [M, N], in `out` if given.
-
-    `add`: BF16 [M, N], `bias`: BF16 [N], added before the one rounding. Sums are exact.
-    """
-    if not a.codes.is_cuda:
-        result = matmul_ref(a, b, add=add, bias=bias)
-        return result if out is None else out.copy_(result)
-    shape = a.codes.shape[0], b.codes.shape[0]
-    into = torch.empty(shape, dtype=torch.bfloat16, device=a.codes.device) if out is None else out
-    if into.numel():
-        _multiply(a, b, into, add, bias)
-    return into
-
-
-def _multiply(
-    a: QTensor, b: QTensor, into: Tensor, add: Tensor | None, bias: Tensor | None
-) -> None:
-    (m, k), n = a.codes.shape, b.codes.shape[0]
-    tiles = triton.cdiv(m, BM) * triton.cdiv(n, BN)
-    _matmul_kernel[(min(tiles, processors(into.device)),)](
-        TensorDescriptor.from_tensor(a.codes, [BM, BK]),
-        TensorDescriptor.from_tensor(b.codes, [BN, BK]),
-        TensorDescriptor.from_tensor(into, [BM, BN // 2]),
-        None if add is None else TensorDescriptor.from_tensor(add, [BM, BN // 2]),
-        a.scale,
-        b.scale,
-        bias,
-        m,
-        n,
-        k,
-        BM=BM,
-        BN=BN,
-        BK=BK,
-        GROUP=GROUP,
-        num_warps=WARPS,
-        num_stages=STAGES,
-    )
+def _row_tile(k: int, size: int = 0) -> dict[str, int]:
+    """How the threads of a program share a row: the fewest warps with at most CHUNKS runs each."""
+    warps = min(triton.next_power_of_2(triton.cdiv(k, 32 * RUN * CHUNKS)), 32)
+    tile = {"K": k, "SPAN": span_of(k), "SIZE": size or RUN, "WARPS": warps, "num_warps": warps}
+    return tile | {"CHUNKS": triton.cdiv(k, 32 * RUN * warps)}

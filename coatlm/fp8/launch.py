@@ -13,8 +13,8 @@ from coatlm.fp8 import amax as amax_passes
 from coatlm.fp8 import emit, loaders
 from coatlm.fp8.formats import FORMATS, Fp8Format
 from coatlm.fp8.gemm import ROW_BLOCK, SQUARE_BLOCK
-from coatlm.fp8.norm_quantize import UNSCALED
 from coatlm.fp8.qtensor import QTensor
+from coatlm.fp8.saved_blocks import UNSCALED
 from coatlm.fp8.scaling import current_scale, scales_of, tensor_scale
 from coatlm.kernels.norm import processors
 

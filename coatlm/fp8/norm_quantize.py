@@ -18,6 +18,7 @@ Rounding: y from fp32 to FP8 directly; x to BF16, then to FP8; dx once, to BF16.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from triton.experimental.gluon import language as gl
 from coatlm.fp8.formats import E4M3, Fp8Format
 from coatlm.fp8.qtensor import ROW, QTensor, block
 from coatlm.fp8.quantize import quantize_ref
+from coatlm.fp8.saved_blocks import UNSCALED, arguments, block_exponents, empty_saved, parts_of
 from coatlm.fp8.scaling import (
     amax_of,
     exponent_of,
@@ -46,7 +48,6 @@ TILE = 4096  # elements that a program holds at least: short rows share a progra
 THREAD = 16  # elements per thread
 RUN = 16  # elements per thread in backward
 WARPS_PER_SM = 16  # in backward; more would hide latency better, but write more partial sums
-UNSCALED = 16  # the block size that kernels use where no scale is block-wise
 
 
 class Normed(NamedTuple):
@@ -65,13 +66,19 @@ def quantize_rows_ref(x: Tensor, fmt: Fp8Format = E4M3) -> QTensor:
 
 
 def norm_quantize_ref(
-    a: Tensor, weight: Tensor, eps: float, *, add: Tensor | None, block_size: int
+    a: Tensor,
+    weight: Tensor,
+    eps: float,
+    *,
+    add: Tensor | None,
+    block_size: int,
+    operand: Callable[[Tensor], QTensor] = quantize_rows_ref,
 ) -> Normed:
-    """The definition, and the CPU path."""
+    """The definition, and the CPU path. `operand` quantizes y."""
     x = a if add is None else a + add
     x32 = x.float()
     rstd = torch.rsqrt(x32.square().mean(-1) + eps)
-    y = quantize_rows_ref(x32 * rstd[:, None] * weight.float())
+    y = operand(x32 * rstd[:, None] * weight.float())
     saved = None
     if block_size:
         saved = quantize_ref(
@@ -94,12 +101,6 @@ def norm_backward_ref(
 
 
 # Tiles are [rows, BLOCKS, SIZE]: BLOCKS blocks per row, of SIZE elements that share a scale.
-
-
-@triton.jit
-def block_exponents(x, TOP: tl.constexpr):
-    """x[..., SIZE] in fp32 -> biased exponents of the scales of its blocks."""
-    return exponent_of(amax_of(x, len(x.shape) - 1), TOP)
 
 
 @triton.jit
@@ -239,12 +240,7 @@ def norm_quantize(
         return norm_quantize_ref(a, weight, eps, add=add, block_size=block_size)
     x = a if add is None else torch.empty_like(a)
     rstd = torch.empty(rows, dtype=torch.float32, device=a.device)
-    y, scale = empty_rows(a)
-    saved = exponents = None
-    if block_size:
-        saved = torch.empty(a.shape, dtype=E4M3.dtype, device=a.device)
-        shape = (rows, hidden // block_size)
-        exponents = torch.empty(shape, dtype=torch.uint8, device=a.device)
+    (y, scale), saved = empty_rows(a), empty_saved(a, block_size)
     tile = forward_tile(hidden, block_size)
     _norm_quantize_kernel[(triton.cdiv(rows, tile["ROWS"]),)](
         a,
@@ -254,18 +250,13 @@ def norm_quantize(
         rstd,
         y,
         scale,
-        saved,
-        exponents,
+        *arguments(saved),
         rows,
         eps,
         TOP=top_exponent(E4M3),
         **tile,
     )
-    in_fp8 = None
-    if saved is not None and exponents is not None:
-        powers = exponents.view(torch.float8_e8m0fnu)
-        in_fp8 = QTensor(saved, powers, block(1, block_size), E4M3)
-    return Normed(QTensor(y, scale, ROW, E4M3), x, rstd, in_fp8)
+    return Normed(QTensor(y, scale, ROW, E4M3), x, rstd, saved)
 
 
 def quantize_rows(x: Tensor) -> QTensor:
@@ -322,14 +313,6 @@ def norm_backward(
         num_warps=tile["WARPS"],
     )
     return dx, part.sum(0), amax
-
-
-def parts_of(x: Tensor | QTensor) -> tuple[Tensor, Tensor | None, int]:
-    """(elements, scale exponents or None, block size) of a saved tensor, as kernels take it."""
-    if not isinstance(x, QTensor):
-        return x, None, UNSCALED
-    assert x.granularity.columns is not None
-    return x.codes, x.scale.view(torch.uint8), x.granularity.columns
 
 
 def forward_tile(hidden: int, size: int = 0) -> dict[str, int]:

@@ -5,7 +5,8 @@ exists that computes the tensor and writes these operands, it runs:
 
     tensor              fused where                                                  kernel
     any x, weights      forward takes power-of-two scales per row                    norm_quantize
-    norm output         the same; x is saved in power-of-two blocks or in BF16       norm_quantize
+                        forward takes rotated INT8                                   int8
+    norm output         the same; x is saved in power-of-two blocks or in BF16       the same
     SwiGLU output       the same for gate | up                                       swiglu_quantize
     x^T, W^T            one power-of-two scale from those of forward                 transpose
     any dy              one power-of-two scale for dy and dy^T                       transpose
@@ -111,8 +112,12 @@ def norm_output(
     share: Share = _alone,
 ) -> Normed:
     """RMSNorm of a (+ add), both [T, H]: its output as an operand, and its input as it is saved."""
-    if wanted == ROWS and (saved is None or saved.power_of_two):
-        return norm_quantize(a, weight, eps, add=add, block_size=_block_size(saved))
+    if saved is None or saved.power_of_two:
+        size = _block_size(saved)
+        if wanted == ROWS:
+            return norm_quantize(a, weight, eps, add=add, block_size=size)
+        if wanted.fmt == "int8" and int8.holds_blocks(size):
+            return int8.norm_quantize(a, weight, eps, add=add, block_size=size)
     x = a if add is None else a + add
     y, rstd = rms_norm_statistics(x, weight, eps)
     return Normed(as_operand(y, wanted, share=share), x, rstd, save_blocks(x, saved))
@@ -120,8 +125,10 @@ def norm_output(
 
 def swiglu_output(gate_up: Tensor, *, wanted: Operand, saved: Operand | None) -> Activated:
     """SwiGLU of gate | up [T, 2F]: its output as an operand, and its input as it is saved."""
-    if wanted == ROWS and (saved is None or saved.power_of_two):
-        return swiglu_quantize(gate_up, block_size=_block_size(saved))
+    if saved is None or saved.power_of_two:
+        size, rotated = _block_size(saved), wanted.fmt == "int8"
+        if wanted == ROWS or (rotated and int8.holds_blocks(size)):
+            return swiglu_quantize(gate_up, block_size=size, rotated=rotated)
     return Activated(as_operand(swiglu(gate_up), wanted), save_blocks(gate_up, saved))
 
 

@@ -4,8 +4,8 @@
 
 Forward is one pass over x[M, 2F] = gate | up; a program holds a row in registers:
 
-    codes of a, one power-of-two scale per row                         for the down projection
-    codes of x, one power-of-two scale per 1 x `block_size` elements   saved for backward
+    codes of a, one power-of-two scale per row, or of a rotated (int8.py)  for the down projection
+    codes of x, one power-of-two scale per 1 x `block_size` elements       saved for backward
 
 Backward decodes x and writes, for the GEMMs of both linears, the codes of dx as they are and
 transposed, and those of a transposed, which is recomputed. dx has one scale per tensor: unless it
@@ -25,19 +25,16 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from coatlm.fp8 import swiglu_tiles
-from coatlm.fp8.formats import E4M3, Fp8Format
+from coatlm.fp8 import int8, swiglu_tiles
+from coatlm.fp8.formats import E4M3, INT8, Fp8Format
 from coatlm.fp8.gemm import padded_rows
+from coatlm.fp8.int8 import int8_codes, int8_scale
 from coatlm.fp8.launch import Matrix, Placed, TileShape, launch_amax, launch_emit
-from coatlm.fp8.norm_quantize import (
-    UNSCALED,
-    block_exponents,
-    empty_rows,
-    parts_of,
-    quantize_rows_ref,
-)
+from coatlm.fp8.norm_quantize import quantize_rows_ref
 from coatlm.fp8.qtensor import ROW, TENSOR, QTensor, block
 from coatlm.fp8.quantize import quantize_ref
+from coatlm.fp8.rotation import rotate_runs, span_of
+from coatlm.fp8.saved_blocks import UNSCALED, arguments, empty_saved, parts_of, store_block_codes
 from coatlm.fp8.scaling import (
     amax_of,
     exponent_of,
@@ -74,14 +71,15 @@ class Gradients(NamedTuple):
     a_t: QTensor | None  # [F, M']
 
 
-def swiglu_quantize_ref(x: Tensor, *, block_size: int) -> Activated:
+def swiglu_quantize_ref(x: Tensor, *, block_size: int, rotated: bool = False) -> Activated:
     """The definition, and the CPU path."""
     saved = None
     if block_size:
         saved = quantize_ref(
             x, fmt=E4M3, granularity=block(1, block_size), scale_dtype=torch.float8_e8m0fnu
         )
-    return Activated(quantize_rows_ref(swiglu_ref(x.float())), saved)
+    operand = int8.quantize_ref if rotated else quantize_rows_ref
+    return Activated(operand(swiglu_ref(x.float())), saved)
 
 
 def swiglu_backward_quantize_ref(
@@ -131,15 +129,6 @@ def _sigmoid(x):
     return _reciprocal(1.0 + _power_of_two_exponential(x * -1.4426950408889634))
 
 
-@triton.jit
-def _store_block_codes(x, at, exponent_at, mask, some, TOP: tl.constexpr):
-    """Store codes and scale exponents of the blocks x[., SIZE]."""
-    exponent = block_exponents(x, TOP)
-    code = x * inverse_power_of_two(exponent)[:, None]
-    tl.store(at, code.to(at.dtype.element_ty), mask=mask)
-    tl.store(exponent_at, exponent.to(tl.uint8), mask=some)
-
-
 @gluon.jit
 def _swiglu_quantize_kernel(
     x_ptr,
@@ -152,6 +141,7 @@ def _swiglu_quantize_kernel(
     RUN: gl.constexpr,
     CHUNKS: gl.constexpr,
     TOP: gl.constexpr,
+    SPAN: gl.constexpr,  # of a rotation (int8.py); 0: E4M3 codes without one
     WARPS: gl.constexpr,
 ):
     """A program takes a row in chunks, and holds a in registers until its scale is known."""
@@ -175,53 +165,62 @@ def _swiglu_quantize_kernel(
         some = each < F // SIZE - k * BLOCKS
         gate, up = halves[2 * k].to(gl.float32), halves[2 * k + 1].to(gl.float32)  # type: ignore[var-annotated]
         a = gate * _sigmoid(gate) * up
+        if SPAN:
+            a = rotate_runs(a, SPAN, WARPS)
         amax = larger(amax, amax_of(a, 1))
         activated += (a,)
         if saved_ptr is not None:
             at = saved_ptr + row * 2 * F + k * BLOCKS * SIZE + col
             exponent_at = saved_exponent_ptr + row * (2 * F // SIZE) + k * BLOCKS + each
-            _store_block_codes(gate, at, exponent_at, some[:, None], some, TOP)
-            _store_block_codes(up, at + F, exponent_at + F // SIZE, some[:, None], some, TOP)
-    exponent = exponent_of(amax_of(amax, 0), TOP)
-    gl.store(a_scale_ptr + row, power_of_two(exponent))
-    inverse = inverse_power_of_two(exponent)
+            store_block_codes(gate, at, exponent_at, some[:, None], some, TOP)
+            store_block_codes(up, at + F, exponent_at + F // SIZE, some[:, None], some, TOP)
+    if SPAN:
+        scale = int8_scale(amax_of(amax, 0))
+    else:
+        exponent = exponent_of(amax_of(amax, 0), TOP)
+        scale, inverse = power_of_two(exponent), inverse_power_of_two(exponent)
+    gl.store(a_scale_ptr + row, scale)
     for k in gl.static_range(CHUNKS):
-        code = (activated[k] * inverse).to(a_ptr.dtype.element_ty)
+        if SPAN:
+            code = int8_codes(activated[k], scale)
+        else:
+            code = (activated[k] * inverse).to(a_ptr.dtype.element_ty)
         mask = (each < F // SIZE - k * BLOCKS)[:, None]
         gl.store(a_row + k * BLOCKS * SIZE + col, code, mask=mask)
 
 
-def swiglu_quantize(x: Tensor, *, block_size: int = 0) -> Activated:
+def swiglu_quantize(x: Tensor, *, block_size: int = 0, rotated: bool = False) -> Activated:
     """x[M, 2F] = gate | up, BF16 or fp32 -> codes of silu(gate) * up, and of x.
 
-    `block_size`: elements per scale of the saved x; 0 saves nothing. Raises ValueError unless it
-    divides F.
+    `block_size`: elements per scale of the saved x; 0 saves nothing. With `rotated`, codes are INT8
+    codes of rotated rows (int8.py). Raises ValueError unless `block_size` divides F, and with
+    `rotated` unless 16 divides F and kernels have the block size (`int8.holds_blocks`).
     """
-    m, f = x.shape[0], x.shape[1] // 2
+    f = x.shape[1] // 2
     if block_size and f % block_size:
         raise ValueError(f"block_size={block_size} does not divide halves of {f}")
+    if rotated:
+        int8.check_blocks(f, block_size)
     if not x.is_cuda:
-        return swiglu_quantize_ref(x, block_size=block_size)
-    codes, scale = empty_rows(x[:, :f])
-    saved = exponents = None
-    if block_size:
-        saved = torch.empty(x.shape, dtype=E4M3.dtype, device=x.device)
-        exponents = torch.empty(m, 2 * f // block_size, dtype=torch.uint8, device=x.device)
-    size = block_size or UNSCALED
+        return swiglu_quantize_ref(x, block_size=block_size, rotated=rotated)
+    return _swiglu_quantize(x, block_size, rotated)
+
+
+def _swiglu_quantize(x: Tensor, block_size: int, rotated: bool) -> Activated:
+    m, f = x.shape[0], x.shape[1] // 2
+    fmt, saved = INT8 if rotated else E4M3, empty_saved(x, block_size)
+    codes = torch.empty(m, f, dtype=fmt.dtype, device=x.device)
+    scale = torch.empty(m, 1, dtype=torch.float32, device=x.device)
     _swiglu_quantize_kernel[(m,)](
         x,
         codes,
         scale,
-        saved,
-        exponents,
+        *arguments(saved),
         TOP=top_exponent(E4M3),
-        **_row_tile(f, size),
+        SPAN=span_of(f) if rotated else 0,
+        **_row_tile(f, block_size or UNSCALED),
     )
-    in_fp8 = None
-    if saved is not None and exponents is not None:
-        powers = exponents.view(torch.float8_e8m0fnu)
-        in_fp8 = QTensor(saved, powers, block(1, block_size), E4M3)
-    return Activated(QTensor(codes, scale, ROW, E4M3), in_fp8)
+    return Activated(QTensor(codes, scale, ROW, fmt), saved)
 
 
 def _row_tile(f: int, size: int) -> dict[str, int]:

@@ -64,7 +64,7 @@ def test_fp32_weights_leave_out_recipes_that_cannot_update_them(
     ("key", "excluded"),
     [
         ("precision.grad_rounding=stochastic", {"rowwise", "coat-rowgrad", "fp8-block"}),
-        ("precision.bf16_operands=[forward.weight]", {"coat-paper", "coat-int8"}),
+        ("precision.bf16_operands=[forward.weight]", {"coat-paper", "coat-int8", "coat-lean-int8"}),
     ],
 )
 def test_recipes_that_a_key_of_the_configuration_excludes_are_left_out(

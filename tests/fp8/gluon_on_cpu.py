@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
 
+BF16 = object()  # the type, of numbers that are held in fp32
 FP8 = {fmt.dtype: fmt for fmt in (E4M3, E5M2)}
 FP8_OF_TRITON = {fmt.triton_dtype: fmt for fmt in (E4M3, E5M2)}
 
@@ -34,6 +35,7 @@ class Tile(np.ndarray):
     """A tensor of a kernel; `fmt` is set where the bytes are FP8 codes."""
 
     fmt: Fp8Format | None = None
+    type = SimpleNamespace(layout=None)
 
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
         return np.asarray(array).view(Tile)
@@ -46,6 +48,8 @@ class Tile(np.ndarray):
         """Triton's `to`: a cast, or other bits of the same size."""
         if bitcast:
             return tile(np.array(self).view(dtype))
+        if dtype is BF16:
+            return tile(torch.from_numpy(np.array(self, np.float32)).bfloat16().float().numpy())
         if dtype in FP8_OF_TRITON:
             fmt = FP8_OF_TRITON[dtype]
             values = torch.from_numpy(np.array(self, dtype=np.float32))
@@ -71,7 +75,8 @@ class Pointer:
         flat = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
         self.widened = flat.float().numpy() if tensor.dtype == torch.bfloat16 else None
         self.flat = (flat.view(torch.uint8) if self.fmt else flat) if self.widened is None else None
-        kind = np.dtype(np.uint8) if tensor.dtype == torch.uint8 else None
+        kind: Any = {torch.uint8: np.uint8, torch.float32: np.float32}.get(tensor.dtype)
+        kind = self.fmt.triton_dtype if self.fmt else kind
         self.dtype = SimpleNamespace(element_ty=kind)
 
     def __add__(self, more: Any) -> Pointer:
@@ -110,12 +115,16 @@ def atomic_max(pointer: Pointer, value: Any, mask: Any = None, sem: str = "") ->
 
 
 def inline_asm(asm: Any, _: str, args: list[Any], **options: Any) -> Tile:
-    """The two pieces of assembly of these kernels."""
+    """The pieces of assembly of these kernels."""
     if len(args) == 4:  # the bytes of four rows in one word
         words = sum(np.array(x).astype(np.uint32) << 8 * i for i, x in enumerate(args))
         return tile(np.asarray(words).view(np.int32))
-    assert "rcp.approx" in getattr(asm, "value", asm)
-    return tile(1 / (1 + np.exp(-args[0])))
+    text = getattr(asm, "value", asm)
+    sigmoid = text.startswith("{")
+    assert sigmoid or text.startswith(("ex2.approx", "rcp.approx"))
+    if sigmoid:
+        return tile(1 / (1 + np.exp(-args[0])))
+    return tile(np.exp2(args[0]) if text.startswith("ex2") else 1 / args[0])
 
 
 def fma(a: Any, b: Any, c: Any) -> Tile:
@@ -125,11 +134,17 @@ def fma(a: Any, b: Any, c: Any) -> Tile:
 
 def language(program: list[int]) -> SimpleNamespace:
     """What `gl` and `tl` are in a kernel. `program`: its number, and how many there are."""
-    types = {name: np.dtype(name) for name in ("uint8", "int32", "uint32", "int64", "float32")}
-    layouts = dict.fromkeys(["BlockedLayout", "SliceLayout"], lambda *args: None)
+    names = ("uint8", "int8", "int32", "uint32", "int64", "float32")
+    types = {name: np.dtype(name) for name in names}
+    layouts = dict.fromkeys(
+        ["BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMADistributedLayout"],
+        lambda *args: None,
+    )
     return SimpleNamespace(
         **types,
         **layouts,
+        bfloat16=BF16,
+        nvidia=SimpleNamespace(ampere=SimpleNamespace(mma_v2=lambda a, b, c: tile(a @ b + c))),
         float8e5=E5M2.triton_dtype,
         float8e4nv=E4M3.triton_dtype,
         constexpr=triton.language.constexpr,
@@ -144,6 +159,8 @@ def language(program: list[int]) -> SimpleNamespace:
         store=store,
         atomic_max=atomic_max,
         convert_layout=lambda x, layout: x,
+        permute=lambda x, order: tile(np.transpose(x, order)),
+        split=lambda x: (tile(x[..., 0]), tile(x[..., 1])),
         join=lambda a, b: tile(np.stack([a, b], -1)),
         reshape=lambda x, shape: tile(np.reshape(x, shape)),
         inline_asm_elementwise=inline_asm,
@@ -154,6 +171,7 @@ def language(program: list[int]) -> SimpleNamespace:
         minimum=lambda a, b: tile(np.minimum(a, b)),
         abs=lambda x: tile(np.abs(x)),
         exp=lambda x: tile(np.exp(x)),
+        rsqrt=lambda x: tile(1 / np.sqrt(x)),
         where=lambda some, a, b: (
             tile(np.where(some, a, np.asarray(b).astype(a.dtype)))
             if isinstance(a, np.ndarray)

@@ -27,9 +27,10 @@ from coatlm.fp8 import (
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
 from coatlm.fp8.gemm import padded_rows
 from coatlm.fp8.launch import Matrix, Placed, emit_operands
-from coatlm.fp8.norm_quantize import parts_of, quantize_rows
+from coatlm.fp8.norm_quantize import quantize_rows
 from coatlm.fp8.operand import emit_ref, padded
 from coatlm.fp8.qtensor import QTensor
+from coatlm.fp8.saved_blocks import parts_of
 from coatlm.fp8.swiglu_quantize import swiglu_backward_quantize_ref
 from coatlm.kernels.rope import rope_frequencies, rope_tables
 from tests.fp8.gluon_on_cpu import simulated

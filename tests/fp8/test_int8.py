@@ -10,13 +10,22 @@ from torch import Tensor
 
 from coatlm.config.operands import ROW, TENSOR, Operand
 from coatlm.config.recipes import ROWS
-from coatlm.fp8 import gemm, int8
+from coatlm.fp8 import (
+    gemm,
+    int8,
+    int8_gemm,
+    rotation,
+    saved_blocks,
+    scaling,
+    swiglu_quantize,
+)
 from coatlm.fp8.formats import E4M3, INT8
 from coatlm.fp8.operand import emit_direct
 from coatlm.fp8.qtensor import QTensor
 from coatlm.fp8.rotation import hadamard, rotate, span_of
 from coatlm.fp8.scaling import power_of_two_ref
-from tests.fp8.sm90 import compile_sm90, launches_compiled, run_interpreted
+from tests.fp8.gluon_on_cpu import simulated
+from tests.fp8.sm90 import access_bytes, compile_sm90, launches_compiled, run_interpreted
 
 LENGTHS = pytest.mark.parametrize("k", [64, 192, 48, 1024])
 
@@ -159,24 +168,93 @@ def test_operands_of_two_kinds_and_other_outputs_are_refused() -> None:
         Operand("int8", TENSOR)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("k", [48, 896, 4096, 14336, 65536])
-def test_the_quantization_compiles_for_sm90(k: int) -> None:
-    x = torch.empty(1024, k, dtype=torch.bfloat16, device="meta")
+def test_the_quantization_compiles_for_sm90(k: int, dtype: torch.dtype) -> None:
+    x = torch.empty(1024, k, dtype=dtype, device="meta")
     with launches_compiled(int8) as made:
         int8._quantize(x)
     (kernel,) = made
-    assert "mma" in kernel.asm["ptx"]
+    assert ("mma.sync" in kernel.asm["ptx"]) is (k != 48)  # without it, a thread holds a span
+    assert max(access_bytes(kernel)) == 16
+
+
+MODULES = (int8, rotation, saved_blocks, scaling, swiglu_quantize)
+
+
+@pytest.mark.parametrize(("m", "k"), [(5, 192), (3, 48), (2, 4096), (2, 896)])
+def test_simulated_kernels_have_the_codes_of_the_reference(m: int, k: int) -> None:
+    x = gaussian(m, k)
+    x[1] = 0.0
+    with simulated(*MODULES):
+        made = int8._quantize(x)
+    assert_codes(made, int8.quantize_ref(x))
+
+
+@pytest.mark.parametrize("size", [0, 16, 64])
+@pytest.mark.parametrize("with_add", [True, False])
+def test_the_simulated_norm_has_the_results_of_the_reference(size: int, with_add: bool) -> None:
+    a, weight = gaussian(4, 1088).float(), gaussian(1, 1088, 1)[0].float()
+    add = gaussian(4, 1088, 2).float() if with_add else None
+    with simulated(*MODULES):
+        made = int8._norm_quantize(a, weight, 1e-5, add, size)
+    wanted = int8.norm_quantize(a, weight, 1e-5, add=add, block_size=size)
+    assert_codes(made.y, wanted.y)
+    assert torch.equal(made.x, wanted.x)
+    torch.testing.assert_close(made.rstd, wanted.rstd)
+    assert_saved(made.saved, wanted.saved)
+
+
+@pytest.mark.parametrize(("f", "size"), [(640, 0), (640, 16), (1024, 128), (48, 16)])
+def test_simulated_swiglu_has_the_results_of_the_reference(f: int, size: int) -> None:
+    x = gaussian(3, 2 * f)
+    with simulated(*MODULES):
+        made = swiglu_quantize._swiglu_quantize(x, size, rotated=True)
+    wanted = swiglu_quantize.swiglu_quantize(x, block_size=size, rotated=True)
+    assert_codes(made.a, wanted.a)
+    assert_saved(made.saved, wanted.saved)
+
+
+def assert_codes(made: QTensor, wanted: QTensor) -> None:
+    torch.testing.assert_close(made.scale, wanted.scale, rtol=1e-5, atol=0)
+    difference = (made.codes.int() - wanted.codes.int()).abs()
+    assert difference.max() <= 1
+    assert difference.float().mean() < 1e-3
+    assert made.fmt == wanted.fmt == INT8
+
+
+def assert_saved(made: QTensor | None, wanted: QTensor | None) -> None:
+    if made is None or wanted is None:
+        assert made is wanted
+        return
+    assert torch.equal(made.codes.view(torch.uint8), wanted.codes.view(torch.uint8))
+    assert torch.equal(made.scale.view(torch.uint8), wanted.scale.view(torch.uint8))
+
+
+def test_blocks_that_kernels_do_not_have_are_refused() -> None:
+    x, weight = gaussian(4, 192), torch.ones(192)
+    with pytest.raises(ValueError, match=r"block_size=48 of rows of 192: .* blocks of 0, 16, 32"):
+        int8.norm_quantize(x, weight, 1e-5, block_size=48)
+    with pytest.raises(ValueError, match="block_size=128 of rows of 192"):
+        int8.norm_quantize(x, weight, 1e-5, block_size=128)
+    with pytest.raises(ValueError, match="block_size=8 of rows of 96: "):
+        swiglu_quantize.swiglu_quantize(x, block_size=8, rotated=True)
 
 
 @pytest.mark.parametrize("options", [(), ("add", "bias")])
 def test_the_gemm_compiles_to_integer_tensor_cores_and_fits_the_shared_memory(
     options: tuple[str, ...],
 ) -> None:
-    constants: dict[str, Any] = {"BM": int8.BM, "BN": int8.BN, "BK": int8.BK, "GROUP": int8.GROUP}
-    half = f"tensordesc<bf16[{int8.BM},{int8.BN // 2}]>"
+    constants: dict[str, Any] = {
+        "BM": int8_gemm.BM,
+        "BN": int8_gemm.BN,
+        "BK": int8_gemm.BK,
+        "GROUP": int8_gemm.GROUP,
+    }
+    half = f"tensordesc<bf16[{int8_gemm.BM},{int8_gemm.BN // 2}]>"
     signature = {
-        "a_desc": f"tensordesc<i8[{int8.BM},{int8.BK}]>",
-        "b_desc": f"tensordesc<i8[{int8.BN},{int8.BK}]>",
+        "a_desc": f"tensordesc<i8[{int8_gemm.BM},{int8_gemm.BK}]>",
+        "b_desc": f"tensordesc<i8[{int8_gemm.BN},{int8_gemm.BK}]>",
         "out_desc": half,
         **dict.fromkeys(("a_scale_ptr", "b_scale_ptr"), "*fp32"),
         **dict.fromkeys(("M", "N", "K"), "i32"),
@@ -187,23 +265,12 @@ def test_the_gemm_compiles_to_integer_tensor_cores_and_fits_the_shared_memory(
         else:
             constants[name] = None
     kernel = compile_sm90(
-        *(int8._matmul_kernel, signature, constants),
-        num_warps=int8.WARPS,
-        num_stages=int8.STAGES,
+        *(int8_gemm._matmul_kernel, signature, constants),
+        num_warps=int8_gemm.WARPS,
+        num_stages=int8_gemm.STAGES,
     )
     assert "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8" in kernel.asm["ptx"]
     assert kernel.metadata.shared <= 227 * 1024
-
-
-@pytest.mark.parametrize(("m", "k"), [(5, 192), (3, 48), (2, 1024)])
-def interpreted_quantization_equals_the_reference(m: int, k: int) -> None:
-    x = gaussian(m, k).float()
-    x[1] = 0.0
-    made, wanted = int8._quantize(x), int8.quantize_ref(x)
-    torch.testing.assert_close(made.scale, wanted.scale, rtol=1e-6, atol=0)
-    difference = (made.codes.int() - wanted.codes.int()).abs()
-    assert difference.max() <= 1
-    assert difference.float().mean() < 1e-3
 
 
 @pytest.mark.parametrize("options", [(), ("add",), ("bias",)])
@@ -212,8 +279,8 @@ def interpreted_gemm_equals_the_reference(options: tuple[str, ...]) -> None:
     given = {"add": gaussian(150, 272, 2), "bias": gaussian(1, 272, 3)[0]}
     add, bias = (given[name] if name in options else None for name in given)
     out = torch.empty(150, 272, dtype=torch.bfloat16)
-    int8._multiply(a, b, out, add, bias)
-    wanted = int8.matmul_ref(a, b, add=add, bias=bias)
+    int8_gemm._multiply(a, b, out, add, bias)
+    wanted = int8_gemm.matmul_ref(a, b, add=add, bias=bias)
     assert relative(out, wanted) < 2**-7  # the interpreter cuts digits off where it casts to BF16
 
 

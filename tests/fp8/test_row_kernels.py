@@ -1,33 +1,62 @@
 """Kernels that take rows between FP8 linears, for sm_90: how they move data. Results: on a GPU."""
 
+import re
+
 import pytest
 import torch
 
-from coatlm.fp8 import norm_quantize, swiglu_quantize
-from coatlm.fp8.formats import E4M3
+from coatlm.fp8 import int8, norm_quantize, swiglu_quantize
+from coatlm.fp8.formats import E4M3, INT8, Coding
+from coatlm.fp8.rotation import span_of
 from coatlm.fp8.scaling import top_exponent
-from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90
+from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90, launches_compiled
 
 CODES = POINTER[E4M3.dtype]
 
 
 @pytest.mark.parametrize(("f", "size"), [(11008, 16), (5504, 16), (8192, 16), (14336, 128)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("fmt", [E4M3, INT8], ids=lambda fmt: fmt.name)
 def test_swiglu_reads_a_row_once_and_stores_codes_16_bytes_at_a_time(
-    f: int, size: int, dtype: torch.dtype
+    f: int, size: int, dtype: torch.dtype, fmt: Coding
 ) -> None:
+    rotated = fmt is INT8
     tile = swiglu_quantize._row_tile(f, size)
     assert tile.pop("num_warps") * tile["CHUNKS"] * 32 * tile["RUN"] >= f
     kernel = compile_sm90(
         swiglu_quantize._swiglu_quantize_kernel,
-        {"x_ptr": POINTER[dtype], "a_ptr": CODES, "a_scale_ptr": "*fp32"}
+        {"x_ptr": POINTER[dtype], "a_ptr": POINTER[fmt.dtype], "a_scale_ptr": "*fp32"}
         | {"saved_ptr": CODES, "saved_exponent_ptr": "*u8"},
-        {"TOP": top_exponent(E4M3)} | tile,
+        {"TOP": top_exponent(E4M3), "SPAN": span_of(f) if rotated else 0} | tile,
         num_warps=tile["WARPS"],
     )
     loads, stores = 2 * dtype.itemsize, 3  # of 16 bytes, for RUN elements of gate and of up
     assert access_bytes(kernel).count(16) == tile["CHUNKS"] * (loads + stores)
-    assert "div" not in kernel.asm["ptx"]
+    assert kernel.asm["ptx"].count("div") == (2 if rotated else 0)  # for the scale of the row
+    assert moves_nothing_between_threads(kernel.asm["ptx"])
+    assert kernel.asm["ptx"].count("mma.sync") == (4 * tile["CHUNKS"] if rotated else 0)
+
+
+def moves_nothing_between_threads(ptx: str) -> bool:
+    """Whether threads share only the amax of a row (and a sum): in one word per warp."""
+    shared = re.findall(r"(?:ld|st)\.shared\S*", ptx)
+    return len(shared) <= 8 and not any("v4" in access for access in shared)
+
+
+@pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize(("k", "size"), [(4096, 16), (1024, 16), (8192, 128), (896, 16)])
+def test_int8_rows_of_a_norm_are_read_once_and_rotated_in_place(
+    k: int, size: int, saved: bool
+) -> None:
+    x = torch.empty(512, k, dtype=torch.bfloat16, device="meta")
+    with launches_compiled(int8) as made:
+        int8._norm_quantize(x, x[0], 1e-5, x, size if saved else 0)
+    ptx = made[0].asm["ptx"]
+    chunks = int8._row_tile(k)["CHUNKS"]
+    # two for each of x, what is added, their sum, and the weight; one for codes of each kind
+    assert access_bytes(made[0]).count(16) == chunks * (2 * 4 + 1 + saved)
+    assert ptx.count("mma.sync") == 4 * chunks
+    assert moves_nothing_between_threads(ptx)
 
 
 @pytest.mark.parametrize(("hidden", "size"), [(2048, 16), (3072, 16), (4096, 128), (8192, 16)])

@@ -27,8 +27,8 @@ from coatlm.fp8 import (
 from coatlm.fp8.formats import E4M3, E5M2, FORMATS, Fp8Format, decode_table
 from coatlm.fp8.gemm import padded_rows
 from coatlm.fp8.launch import Matrix, Placed, empty_codes, matrix_source
-from coatlm.fp8.norm_quantize import parts_of
 from coatlm.fp8.producers import save_blocks
+from coatlm.fp8.saved_blocks import parts_of
 from coatlm.fp8.stochastic import bits_ref, stochastic_ref, words_ref
 from coatlm.kernels.rope import rope_frequencies, rope_tables
 from tests.fp8.gluon_on_cpu import simulated

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coatlm.fp8 import int8
+from coatlm.fp8 import int8, int8_gemm
 from coatlm.fp8.qtensor import QTensor
 
 pytestmark = [
@@ -37,7 +37,7 @@ def test_rows_of_zeros_and_rows_that_are_not_finite_have_no_effect_on_others() -
     x = torch.randn(6, 256).bfloat16()
     x[0], x[1, 3], x[2, 3], x[3, 200] = 0.0, torch.nan, torch.inf, -torch.inf
     made = int8.quantize(x.cuda())
-    y = int8.matmul(made, int8.quantize(torch.randn(32, 256).bfloat16().cuda()))
+    y = int8_gemm.matmul(made, int8.quantize(torch.randn(32, 256).bfloat16().cuda()))
     assert made.scale[0] == 2.0**-126
     assert not y[0].any()
     assert not y[1:4].isfinite().any()
@@ -56,9 +56,11 @@ def test_gemms_have_the_bits_of_the_reference(
     given: dict[str, Tensor] = {"add": torch.randn(m, n).bfloat16(), "bias": torch.randn(n)}
     given["bias"] = given["bias"].bfloat16()
     given = {name: given[name] for name in options}
-    expected = int8.matmul(a, b, **given)
+    expected = int8_gemm.matmul(a, b, **given)
     out = torch.full((m, n), torch.nan, dtype=torch.bfloat16, device="cuda")
-    made = int8.matmul(on_gpu(a), on_gpu(b), out=out, **{k: v.cuda() for k, v in given.items()})
+    made = int8_gemm.matmul(
+        on_gpu(a), on_gpu(b), out=out, **{k: v.cuda() for k, v in given.items()}
+    )
     assert made is out
     difference = (made.cpu().float() - expected.float()).abs()
     # Scales and what is added may be multiplied and added in one rounding or in two.
@@ -70,7 +72,7 @@ def test_a_replay_of_a_graph_repeats_the_gemm() -> None:
     x, w = torch.randn(512, 1024).bfloat16().cuda(), torch.randn(768, 1024).bfloat16().cuda()
 
     def product() -> Tensor:
-        return int8.matmul(int8.quantize(x), int8.quantize(w))
+        return int8_gemm.matmul(int8.quantize(x), int8.quantize(w))
 
     expected = product()
     graph = torch.cuda.CUDAGraph()

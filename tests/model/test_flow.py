@@ -175,6 +175,7 @@ def test_linear_inputs_may_be_saved_or_recomputed_by_recipes_without_fused_kerne
     [
         ("coat", (ROW, ROW), (TENSOR, TENSOR), (TENSOR, TENSOR)),
         ("coat-int8", (ROW, ROW), (TENSOR, TENSOR), (TENSOR, TENSOR)),
+        ("coat-lean-int8", (ROW, ROW), (TENSOR, TENSOR), (TENSOR, TENSOR)),
         ("coat-rowgrad", (ROW, ROW), (ROW, TENSOR), (ROW, TENSOR)),
         ("coat-paper", (TENSOR, TENSOR), (TENSOR, TENSOR), (TENSOR, TENSOR)),
         ("rowwise", (ROW, ROW), (ROW, ROW), (ROW, ROW)),
@@ -207,7 +208,7 @@ def test_each_operand_is_scaled_along_its_summed_axis_as_the_recipe_says(
     assert shapes[4] == ((tokens, m.hidden), (m.ffn, m.hidden))
     assert shapes[5] == ((m.hidden, summed), (m.ffn, summed))
     powers = [q.scale.float().log2().frac().eq(0).all() for pair in calls for q in pair]
-    assert all(powers) is (recipe not in ("coat-paper", "coat-int8"))
+    assert all(powers) is (recipe not in ("coat-paper", "coat-int8", "coat-lean-int8"))
     assert all(powers[8:]) is (recipe != "coat-paper")
 
 

@@ -64,6 +64,7 @@ FLOW_CASES: dict[int, list[tuple[str, str, str]]] = {
         *((layout, "plain", "rowwise") for layout in ("tp2", "tp2 sp", "pp2", "cp2")),
         *((layout, "blocks", "fp8-block") for layout in ("tp2", "tp2 sp", "pp2", "cp2")),
         *((layout, "plain", "coat-int8") for layout in ("tp2", "tp2 sp", "pp2", "cp2")),
+        ("tp2 sp", "recompute", "coat-lean-int8"),
         ("tp2 sp", "delayed", "coat-paper"),
         ("tp2 sp", "saved inputs", "rowwise"),
         *((layout, "fp8 output, tied", "bf16") for layout in ("tp2 sp", "pp2", "dp2 zero3")),

@@ -1,8 +1,8 @@
 """GEMMs of forward by format: BF16, FP8 with and without fast accumulation, and rotated INT8.
 
 y = x W^T of x[T, K] and W[N, K], random numbers; FP8 has scales per row of both operands, by
-cuBLASLt's first guess, INT8 is the kernel of coatlm/fp8/int8.py. The shapes are those of the four
-linears of Llama layers with hidden sizes of 4096 and 2048, 8192 tokens.
+cuBLASLt's first guess, INT8 is the kernel of coatlm/fp8/int8_gemm.py. The shapes are those of the
+four linears of Llama layers with hidden sizes of 4096 and 2048, 8192 tokens.
 Options: shapes=TxNxK,...
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coatlm.fp8 import int8
+from coatlm.fp8 import int8, int8_gemm
 from coatlm.fp8.gemm import matmul
 from coatlm.fp8.norm_quantize import quantize_rows
 from tools.benchmarks.layer_kernels import milliseconds
@@ -63,5 +63,5 @@ def _gemms(t: int, n: int, k: int) -> dict[str, Callable[[], Tensor]]:
         "bf16": partial(torch.mm, x, w.t()),
         "fp8, fast": partial(matmul, x8, w8, fast=True),
         "fp8": partial(matmul, x8, w8, fast=False),
-        "int8": partial(int8.matmul, xi, wi),
+        "int8": partial(int8_gemm.matmul, xi, wi),
     }

@@ -2,7 +2,8 @@
 
 Bandwidth counts the bytes that a kernel must move per element: 3 for a cast with a given scale, 4
 for a cast with transpose, 5 for a tensor-wise scale from its own amax, because the tensor is read
-twice. Dynamic range expansion starts from fp32.
+twice. Dynamic range expansion starts from fp32. Norms add a residual stream, write it, and save it
+in blocks of 16; SwiGLU takes the columns of the shape as gate and up, and saves them.
 Options: shapes=8192x8192,32768x4096.
 """
 
@@ -16,11 +17,12 @@ from coatlm.config.operands import Operand
 from coatlm.fp8 import int8, weight_rows
 from coatlm.fp8.expand import M_E4M3, V_E4M3, expand_dequantize, expand_quantize
 from coatlm.fp8.formats import E4M3
-from coatlm.fp8.norm_quantize import quantize_rows
+from coatlm.fp8.norm_quantize import norm_quantize, quantize_rows
 from coatlm.fp8.operand import emit, emit_direct
 from coatlm.fp8.qtensor import ROW, TENSOR, block
 from coatlm.fp8.quantize import quantize
 from coatlm.fp8.scaling import current_scale
+from coatlm.fp8.swiglu_quantize import swiglu_quantize
 from coatlm.fp8.transpose import quantize_rows_transposed
 from tools.benchmarks.layer_kernels import LaunchKernel, milliseconds
 
@@ -65,6 +67,8 @@ def kernels(shape: tuple[int, ...]) -> dict[str, tuple[LaunchKernel, float]]:
     amax = weight_rows.row_amax(x.view(-1), rows, 0, n)
     span = amax, rows, 0, n
 
+    w, saved = torch.ones(shape[-1], device="cuda"), {"block_size": 16}
+
     def quantized(granularity: Any, **options: Any) -> LaunchKernel:
         return lambda: quantize(x, fmt=E4M3, granularity=granularity, **options)
 
@@ -86,6 +90,16 @@ def kernels(shape: tuple[int, ...]) -> dict[str, tuple[LaunchKernel, float]]:
         "tensor, own amax": (quantized(TENSOR), 5 * n),
         "row, rotated int8": (lambda: int8.quantize(x), 3 * n),
         "row, flow": (lambda: quantize_rows(x), 3 * n),
+        "norm, row": (lambda: norm_quantize(x, w, 1e-5, add=to, **saved), (8 + 1 / 16) * n),
+        "norm, rotated int8": (
+            lambda: int8.norm_quantize(x, w, 1e-5, add=to, **saved),
+            (8 + 1 / 16) * n,
+        ),
+        "swiglu, row": (lambda: swiglu_quantize(x, **saved), (3.5 + 1 / 16) * n),
+        "swiglu, rotated int8": (
+            lambda: swiglu_quantize(x, rotated=True, **saved),
+            (3.5 + 1 / 16) * n,
+        ),
         "its codes, transposed": (lambda: quantize_rows_transposed(x, row_scale), 3 * n),
         "rows to gather, amax": (lambda: weight_rows.row_amax(x.view(-1), rows, 0, n), 2 * n),
         "rows to gather, cast": (lambda: weight_rows.encode_rows(x.view(-1), codes, *span), 3 * n),
