@@ -4,8 +4,7 @@ Each function computes a tensor and returns it as the operands that are asked fo
 exists that computes the tensor and writes these operands, it runs:
 
     tensor              fused where                                                  kernel
-    any x, weights      forward takes power-of-two scales per row                    norm_quantize
-                        forward takes rotated INT8                                   int8
+    any x, weights      forward takes power-of-two scales per row, or rotated INT8   norm_quantize
     norm output         the same; x is saved in power-of-two blocks or in BF16       the same
     SwiGLU output       the same for gate | up                                       swiglu_quantize
     x^T, W^T            one power-of-two scale from those of forward                 transpose
@@ -74,7 +73,7 @@ def as_operand(x: Tensor, wanted: Operand, *, share: Share = _alone) -> QTensor:
     if wanted == ROWS:
         return quantize_rows(x)
     if wanted.fmt == "int8":
-        return int8.quantize(x)
+        return quantize_rows(x, rotated=True)
     if wanted.granularity != TENSOR:
         return emit_direct(x, wanted)
     scale = current_scale(x, format_of(wanted), power_of_two=wanted.power_of_two)
@@ -101,6 +100,11 @@ def _block_size(saved: Operand | None) -> int:
     return 0 if saved is None else saved.granularity.columns or 0
 
 
+def _fused(wanted: Operand, size: int) -> bool:
+    """Whether kernels write the operand `wanted` and blocks of `size` elements together."""
+    return wanted == ROWS or (wanted.fmt == "int8" and int8.holds_blocks(size))
+
+
 def norm_output(
     a: Tensor,
     weight: Tensor,
@@ -114,10 +118,9 @@ def norm_output(
     """RMSNorm of a (+ add), both [T, H]: its output as an operand, and its input as it is saved."""
     if saved is None or saved.power_of_two:
         size = _block_size(saved)
-        if wanted == ROWS:
-            return norm_quantize(a, weight, eps, add=add, block_size=size)
-        if wanted.fmt == "int8" and int8.holds_blocks(size):
-            return int8.norm_quantize(a, weight, eps, add=add, block_size=size)
+        if _fused(wanted, size):
+            rotated = wanted.fmt == "int8"
+            return norm_quantize(a, weight, eps, add=add, block_size=size, rotated=rotated)
     x = a if add is None else a + add
     y, rstd = rms_norm_statistics(x, weight, eps)
     return Normed(as_operand(y, wanted, share=share), x, rstd, save_blocks(x, saved))
@@ -126,8 +129,9 @@ def norm_output(
 def swiglu_output(gate_up: Tensor, *, wanted: Operand, saved: Operand | None) -> Activated:
     """SwiGLU of gate | up [T, 2F]: its output as an operand, and its input as it is saved."""
     if saved is None or saved.power_of_two:
-        size, rotated = _block_size(saved), wanted.fmt == "int8"
-        if wanted == ROWS or (rotated and int8.holds_blocks(size)):
+        size = _block_size(saved)
+        if _fused(wanted, size):
+            rotated = wanted.fmt == "int8"
             return swiglu_quantize(gate_up, block_size=size, rotated=rotated)
     return Activated(as_operand(swiglu(gate_up), wanted), save_blocks(gate_up, saved))
 

@@ -26,21 +26,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from coatlm.fp8 import int8, swiglu_tiles
-from coatlm.fp8.formats import E4M3, INT8, Fp8Format
+from coatlm.fp8.formats import E4M3, Fp8Format
 from coatlm.fp8.gemm import padded_rows
-from coatlm.fp8.int8 import int8_codes, int8_scale
 from coatlm.fp8.launch import Matrix, Placed, TileShape, launch_amax, launch_emit
 from coatlm.fp8.norm_quantize import quantize_rows_ref
-from coatlm.fp8.qtensor import ROW, TENSOR, QTensor, block
+from coatlm.fp8.qtensor import TENSOR, QTensor, block
 from coatlm.fp8.quantize import quantize_ref
-from coatlm.fp8.rotation import rotate_runs, span_of
+from coatlm.fp8.rotation import rotate_runs
+from coatlm.fp8.row_codes import empty_rows, row_tile, store_row
 from coatlm.fp8.saved_blocks import UNSCALED, arguments, empty_saved, parts_of, store_block_codes
 from coatlm.fp8.scaling import (
     amax_of,
-    exponent_of,
-    inverse_power_of_two,
     larger,
-    power_of_two,
     power_of_two_ref,
     raise_amax_ref,
     scaled_codes_ref,
@@ -50,8 +47,8 @@ from coatlm.fp8.scaling import (
 from coatlm.fp8.transpose import padded_t
 from coatlm.kernels.activation import swiglu_backward_ref, swiglu_ref
 
-RUN = 16  # elements of gate, and of up, per thread and chunk in forward
-CHUNKS = 6  # of a row, at most; more would not fit in registers
+CHUNKS = 6  # of a row in forward, at most; more would not fit in registers
+ROTATED_CHUNKS = 4  # the same, of rows that are rotated
 TILE = TileShape(32, 128, 8, 16, 4)  # of da in backward
 AMAX_TILE = TileShape(4, 256, 16, 1, 2)  # to find the amax of dx
 
@@ -150,7 +147,6 @@ def _swiglu_quantize_kernel(
     BLOCKS: gl.constexpr = 32 * WARPS // WIDE  # blocks per chunk
     row = gl.program_id(0).to(gl.int64)
     x_row = x_ptr + row * 2 * F
-    a_row = a_ptr + row * F
     each = gl.arange(0, BLOCKS, gl.SliceLayout(1, LAYOUT))
     col = each[:, None] * SIZE + gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))[None, :]
     halves = ()
@@ -174,19 +170,9 @@ def _swiglu_quantize_kernel(
             exponent_at = saved_exponent_ptr + row * (2 * F // SIZE) + k * BLOCKS + each
             store_block_codes(gate, at, exponent_at, some[:, None], some, TOP)
             store_block_codes(up, at + F, exponent_at + F // SIZE, some[:, None], some, TOP)
-    if SPAN:
-        scale = int8_scale(amax_of(amax, 0))
-    else:
-        exponent = exponent_of(amax_of(amax, 0), TOP)
-        scale, inverse = power_of_two(exponent), inverse_power_of_two(exponent)
-    gl.store(a_scale_ptr + row, scale)
-    for k in gl.static_range(CHUNKS):
-        if SPAN:
-            code = int8_codes(activated[k], scale)
-        else:
-            code = (activated[k] * inverse).to(a_ptr.dtype.element_ty)
-        mask = (each < F // SIZE - k * BLOCKS)[:, None]
-        gl.store(a_row + k * BLOCKS * SIZE + col, code, mask=mask)
+    store_row(
+        activated, amax, a_ptr, a_scale_ptr, row, each, col, F, BLOCKS, SIZE, CHUNKS, TOP, SPAN
+    )
 
 
 def swiglu_quantize(x: Tensor, *, block_size: int = 0, rotated: bool = False) -> Activated:
@@ -208,30 +194,15 @@ def swiglu_quantize(x: Tensor, *, block_size: int = 0, rotated: bool = False) ->
 
 def _swiglu_quantize(x: Tensor, block_size: int, rotated: bool) -> Activated:
     m, f = x.shape[0], x.shape[1] // 2
-    fmt, saved = INT8 if rotated else E4M3, empty_saved(x, block_size)
-    codes = torch.empty(m, f, dtype=fmt.dtype, device=x.device)
-    scale = torch.empty(m, 1, dtype=torch.float32, device=x.device)
+    a, saved = empty_rows(m, f, x.device, rotated=rotated), empty_saved(x, block_size)
+    most = ROTATED_CHUNKS if rotated else CHUNKS
     _swiglu_quantize_kernel[(m,)](
-        x,
-        codes,
-        scale,
-        *arguments(saved),
+        *(x, a.codes, a.scale, *arguments(saved)),
+        F=f,
         TOP=top_exponent(E4M3),
-        SPAN=span_of(f) if rotated else 0,
-        **_row_tile(f, block_size or UNSCALED),
+        **row_tile(f, block_size or UNSCALED, most, rotated=rotated),
     )
-    return Activated(QTensor(codes, scale, ROW, fmt), saved)
-
-
-def _row_tile(f: int, size: int) -> dict[str, int]:
-    """How the threads of a program share a row: the fewest warps with at most CHUNKS runs each."""
-    run = min(RUN, size)
-    runs = triton.cdiv(f, run)
-    warps = min(triton.next_power_of_2(triton.cdiv(runs, 32 * CHUNKS)), 32)
-    blocks = 32 * warps // min(size // run, 32)  # blocks of a chunk
-    chunks = triton.cdiv(f, blocks * size)
-    tile = {"F": f, "SIZE": size, "RUN": run, "CHUNKS": chunks, "WARPS": warps}
-    return tile | {"num_warps": warps}
+    return Activated(a, saved)
 
 
 def swiglu_backward_quantize(

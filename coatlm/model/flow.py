@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 
 from coatlm.fp8 import producers
 from coatlm.fp8.formats import E4M3
-from coatlm.fp8.norm_quantize import norm_backward
+from coatlm.fp8.norm_backward import norm_backward
 from coatlm.fp8.producers import decoded, powers_of_two
 from coatlm.fp8.qtensor import QTensor, block
 from coatlm.kernels.activation import swiglu

@@ -22,9 +22,12 @@ import numpy as np
 import torch
 import triton
 from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
+from tests.fp8 import hopper_on_cpu
 
 BF16 = object()  # the type, of numbers that are held in fp32
 FP8 = {fmt.dtype: fmt for fmt in (E4M3, E5M2)}
@@ -39,6 +42,14 @@ class Tile(np.ndarray):
 
     def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
         return np.asarray(array).view(Tile)
+
+    def permute(self, *order: int) -> Tile:
+        """Triton's name of `transpose`."""
+        return tile(np.transpose(self, order))
+
+    def split(self) -> tuple[Tile, Tile]:
+        """The two elements of the last axis."""
+        return tile(self[..., 0]), tile(self[..., 1])
 
     def __neg__(self) -> Tile:
         """Triton's: 0 - x, so that a zero does not become a negative one."""
@@ -132,6 +143,12 @@ def fma(a: Any, b: Any, c: Any) -> Tile:
     return tile(exact.astype(np.float32))
 
 
+def shared_layout(shape: list[int], dtype: Any) -> NVMMASharedLayout:
+    """The layout for a descriptor, which checks it; nothing else reads it here."""
+    real = triton.language.bfloat16 if dtype is BF16 else getattr(triton.language, dtype.name)
+    return NVMMASharedLayout.get_default_for(shape, real)
+
+
 def language(program: list[int]) -> SimpleNamespace:
     """What `gl` and `tl` are in a kernel. `program`: its number, and how many there are."""
     names = ("uint8", "int8", "int32", "uint32", "int64", "float32")
@@ -147,7 +164,11 @@ def language(program: list[int]) -> SimpleNamespace:
         nvidia=SimpleNamespace(ampere=SimpleNamespace(mma_v2=lambda a, b, c: tile(a @ b + c))),
         float8e5=E5M2.triton_dtype,
         float8e4nv=E4M3.triton_dtype,
-        constexpr=triton.language.constexpr,
+        constexpr=lambda value: value,
+        to_tensor=lambda value: tile(np.int32(value)),
+        allocate_shared_memory=hopper_on_cpu.allocate,
+        warp_specialize=hopper_on_cpu.specialize,
+        NVMMASharedLayout=SimpleNamespace(get_default_for=shared_layout),
         PropagateNan=triton.language.PropagateNan,
         static_range=range,
         program_id=lambda axis: tile(program[0]),
@@ -158,9 +179,9 @@ def language(program: list[int]) -> SimpleNamespace:
         load=load,
         store=store,
         atomic_max=atomic_max,
-        convert_layout=lambda x, layout: x,
-        permute=lambda x, order: tile(np.transpose(x, order)),
-        split=lambda x: (tile(x[..., 0]), tile(x[..., 1])),
+        convert_layout=lambda x, layout, assert_trivial=False: x,
+        permute=lambda x, order: x.permute(*order),
+        split=lambda x: x.split(),
         join=lambda a, b: tile(np.stack([a, b], -1)),
         reshape=lambda x, shape: tile(np.reshape(x, shape)),
         inline_asm_elementwise=inline_asm,
@@ -191,6 +212,8 @@ def argument(value: Any) -> Any:
         return tuple(argument(item) for item in value)
     if isinstance(value, Tensor):
         return Pointer(value)
+    if isinstance(value, TensorDescriptor):
+        return hopper_on_cpu.Descriptor(value)
     return tile(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
@@ -221,6 +244,11 @@ def simulated(*modules: ModuleType) -> Iterator[None]:
         mock.patch.object(module, name, fake)
         for module, name in itertools.product(modules, ("gl", "tl"))
         if hasattr(module, name)
+    ]
+    changes += [
+        mock.patch.object(module, "hopper", hopper_on_cpu.hopper(tile))
+        for module in modules
+        if hasattr(module, "hopper")
     ]
     changes += [
         mock.patch.object(module, name, Kernel(value, program))

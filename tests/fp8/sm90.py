@@ -25,6 +25,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -40,6 +41,7 @@ from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
 SM90 = GPUTarget("cuda", 90, 32)
 
 POINTER = {  # torch dtype -> the type that Triton gives to a tensor argument of it
@@ -133,6 +135,16 @@ def access_bytes(compiled: CompiledKernel) -> list[int]:
     to_shared = re.findall(r"cp\.async\.c[ag]\.shared\.global.*?\], (0x\w+|\d+)", ptx)
     widths = [int(lanes or 1) * int(bits) // 8 for lanes, bits in direct]
     return sorted(widths + [int(size, 0) for size in to_shared], reverse=True)
+
+
+def spilled_bytes(compiled: CompiledKernel) -> int:
+    """Bytes of local memory that each thread stores because registers did not suffice."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(compiled.asm["ptx"], encoding="utf-8")
+        command = [PTXAS, "-v", "-arch=sm_90a", str(source), "-o", f"{folder}/kernel.cubin"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    return sum(map(int, re.findall(r"(\d+) bytes spill stores", report)))
 
 
 def flushes_subnormals(compiled: CompiledKernel) -> bool:

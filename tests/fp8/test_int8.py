@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,20 +15,30 @@ from coatlm.fp8 import (
     gemm,
     int8,
     int8_gemm,
+    norm_quantize,
     rotation,
+    row_codes,
     saved_blocks,
     scaling,
     swiglu_quantize,
 )
 from coatlm.fp8.formats import E4M3, INT8
+from coatlm.fp8.norm_quantize import Normed
 from coatlm.fp8.operand import emit_direct
 from coatlm.fp8.qtensor import QTensor
 from coatlm.fp8.rotation import hadamard, rotate, span_of
 from coatlm.fp8.scaling import power_of_two_ref
 from tests.fp8.gluon_on_cpu import simulated
-from tests.fp8.sm90 import access_bytes, compile_sm90, launches_compiled, run_interpreted
+from tests.fp8.sm90 import access_bytes, launches_compiled, spilled_bytes
 
 LENGTHS = pytest.mark.parametrize("k", [64, 192, 48, 1024])
+
+
+quantize = partial(norm_quantize.quantize_rows, rotated=True)
+
+
+def normed(a: Tensor, weight: Tensor, **options: Any) -> Normed:
+    return norm_quantize.norm_quantize(a, weight, 1e-5, rotated=True, **options)
 
 
 def gaussian(m: int, k: int, seed: int = 0) -> Tensor:
@@ -57,13 +68,13 @@ def test_a_rotation_is_its_own_inverse_and_preserves_products(k: int) -> None:
 @pytest.mark.parametrize("k", [8, 40])
 def test_rows_that_no_matrix_divides_are_refused(k: int) -> None:
     with pytest.raises(ValueError, match=rf"shape=\[2, {k}\].* multiple of 16"):
-        int8.quantize(torch.zeros(2, k))
+        quantize(torch.zeros(2, k))
 
 
 @pytest.mark.parametrize("k", [1024, 48])
 def test_gaussian_rows_lose_less_than_a_third_of_what_e4m3_loses(k: int) -> None:
     x = gaussian(64, k)
-    found = relative(int8.quantize(x).dequantize(), x)
+    found = relative(quantize(x).dequantize(), x)
     crest = (rotate(x).abs().amax(-1) / x.float().pow(2).mean(-1).sqrt()).pow(2).mean().sqrt()
     assert found == pytest.approx(crest.item() / (127 * 12**0.5), rel=0.05)
     assert found < relative(emit_direct(x, ROWS).dequantize(), x) / 3
@@ -73,7 +84,7 @@ def test_an_outlier_is_spread_over_its_span() -> None:
     """Without a rotation the other elements of the row would lose 8 times as much."""
     x = gaussian(64, 1024)
     x[:, 77] = 60.0
-    rotated = int8.quantize(x).dequantize()
+    rotated = quantize(x).dequantize()
     scale = x.float().abs().amax(-1, keepdim=True) / 127
     plain = (x.float() / scale).round() * scale
     others = torch.arange(1024) // 64 != 77 // 64
@@ -83,7 +94,7 @@ def test_an_outlier_is_spread_over_its_span() -> None:
 
 
 def test_codes_are_integers_of_which_the_largest_of_a_row_is_127() -> None:
-    made = int8.quantize(gaussian(9, 320))
+    made = quantize(gaussian(9, 320))
     assert made.codes.dtype == torch.int8
     assert (made.fmt, made.granularity, made.scale.shape) == (INT8, ROW, (9, 1))
     assert made.codes.int().abs().amax(-1).eq(127).all()
@@ -94,10 +105,10 @@ def test_codes_are_integers_of_which_the_largest_of_a_row_is_127() -> None:
 def test_rows_of_zeros_and_rows_that_are_not_finite_have_no_effect_on_others() -> None:
     x = gaussian(5, 128)
     x[0], x[1, 3], x[2, 3] = 0.0, torch.nan, torch.inf
-    made = int8.quantize(x)
+    made = quantize(x)
     assert made.scale[0] == 2.0**-126
     assert not made.codes[:3].any()
-    y = gemm.matmul(made, int8.quantize(gaussian(16, 128, 1)))
+    y = gemm.matmul(made, quantize(gaussian(16, 128, 1)))
     assert not y[0].any()
     assert not y[1:3].isfinite().any()
     assert y[3:].isfinite().all()
@@ -108,7 +119,7 @@ def test_e4m3_holds_each_row_with_the_scale_that_follows_from_its_codes(k: int) 
     x = gaussian(20, k) * torch.logspace(-4, 3, 20)[:, None]
     x[3], x[4] = 0.0, 0.0
     x[4, 7] = 5.0  # rotated, its elements are sqrt(n) smaller
-    scale = int8.e4m3_scale(int8.quantize(x))
+    scale = int8.e4m3_scale(quantize(x))
     needed = power_of_two_ref(x.float().abs().amax(-1, keepdim=True), E4M3)
     assert scale.log2().frac().eq(0).all()
     assert scale[3] < 2.0**-100
@@ -135,7 +146,7 @@ def codes(m: int, k: int, seed: int) -> Tensor:
 @pytest.mark.parametrize("options", [(), ("add",), ("bias",), ("add", "bias")])
 def test_a_gemm_is_that_of_the_dequantized_operands(options: tuple[str, ...]) -> None:
     x, w = gaussian(33, 192), gaussian(48, 192, 1)
-    a, b = int8.quantize(x), int8.quantize(w)
+    a, b = quantize(x), quantize(w)
     given = {"add": gaussian(33, 48, 2), "bias": gaussian(1, 48, 3)[0]}
     given = {name: given[name] for name in options}
     exact = a.dequantize().double() @ b.dequantize().double().t()
@@ -146,7 +157,7 @@ def test_a_gemm_is_that_of_the_dequantized_operands(options: tuple[str, ...]) ->
 
 
 def test_a_gemm_overwrites_its_output_or_adds_to_it() -> None:
-    a, b = int8.quantize(gaussian(8, 64)), int8.quantize(gaussian(16, 64, 1))
+    a, b = quantize(gaussian(8, 64)), quantize(gaussian(16, 64, 1))
     plain, out = gemm.matmul(a, b), gaussian(8, 16, 2)
     before = out.clone()
     assert gemm.matmul(a, b, out=out, accumulate=False) is out
@@ -156,14 +167,14 @@ def test_a_gemm_overwrites_its_output_or_adds_to_it() -> None:
 
 
 def test_operands_of_two_kinds_and_other_outputs_are_refused() -> None:
-    a, w = int8.quantize(gaussian(8, 64)), gaussian(16, 64, 1)
+    a, w = quantize(gaussian(8, 64)), gaussian(16, 64, 1)
     with pytest.raises(ValueError, match="operands are int8 and e4m3: INT8 takes two INT8"):
         gemm.matmul(a, emit_direct(w, ROWS))
     with pytest.raises(ValueError, match=r"torch\.bfloat16 for `out`"):
-        gemm.matmul(a, int8.quantize(w), out=torch.zeros(8, 16))
+        gemm.matmul(a, quantize(w), out=torch.zeros(8, 16))
     too_long = torch.zeros(1, 133_152, dtype=torch.bfloat16, device="meta")
     with pytest.raises(ValueError, match=r"shape=\[1, 133152\].* up to 133144"):
-        int8.quantize(too_long)
+        quantize(too_long)
     with pytest.raises(ValueError, match="fmt=int8: scales are amax / 127 per row"):
         Operand("int8", TENSOR)
 
@@ -172,14 +183,14 @@ def test_operands_of_two_kinds_and_other_outputs_are_refused() -> None:
 @pytest.mark.parametrize("k", [48, 896, 4096, 14336, 65536])
 def test_the_quantization_compiles_for_sm90(k: int, dtype: torch.dtype) -> None:
     x = torch.empty(1024, k, dtype=dtype, device="meta")
-    with launches_compiled(int8) as made:
-        int8._quantize(x)
+    with launches_compiled(norm_quantize) as made:
+        norm_quantize._quantize_rows(x, rotated=True)
     (kernel,) = made
     assert ("mma.sync" in kernel.asm["ptx"]) is (k != 48)  # without it, a thread holds a span
     assert max(access_bytes(kernel)) == 16
 
 
-MODULES = (int8, rotation, saved_blocks, scaling, swiglu_quantize)
+MODULES = (int8, norm_quantize, row_codes, rotation, saved_blocks, scaling, swiglu_quantize)
 
 
 @pytest.mark.parametrize(("m", "k"), [(5, 192), (3, 48), (2, 4096), (2, 896)])
@@ -187,7 +198,7 @@ def test_simulated_kernels_have_the_codes_of_the_reference(m: int, k: int) -> No
     x = gaussian(m, k)
     x[1] = 0.0
     with simulated(*MODULES):
-        made = int8._quantize(x)
+        made = norm_quantize._quantize_rows(x, rotated=True)
     assert_codes(made, int8.quantize_ref(x))
 
 
@@ -197,8 +208,8 @@ def test_the_simulated_norm_has_the_results_of_the_reference(size: int, with_add
     a, weight = gaussian(4, 1088).float(), gaussian(1, 1088, 1)[0].float()
     add = gaussian(4, 1088, 2).float() if with_add else None
     with simulated(*MODULES):
-        made = int8._norm_quantize(a, weight, 1e-5, add, size)
-    wanted = int8.norm_quantize(a, weight, 1e-5, add=add, block_size=size)
+        made = norm_quantize._norm_quantize(a, weight, 1e-5, add, size, rotated=True)
+    wanted = normed(a, weight, add=add, block_size=size)
     assert_codes(made.y, wanted.y)
     assert torch.equal(made.x, wanted.x)
     torch.testing.assert_close(made.rstd, wanted.rstd)
@@ -233,56 +244,44 @@ def assert_saved(made: QTensor | None, wanted: QTensor | None) -> None:
 
 def test_blocks_that_kernels_do_not_have_are_refused() -> None:
     x, weight = gaussian(4, 192), torch.ones(192)
-    with pytest.raises(ValueError, match=r"block_size=48 of rows of 192: .* blocks of 0, 16, 32"):
-        int8.norm_quantize(x, weight, 1e-5, block_size=48)
-    with pytest.raises(ValueError, match="block_size=128 of rows of 192"):
-        int8.norm_quantize(x, weight, 1e-5, block_size=128)
+    with pytest.raises(ValueError, match=r"block_size=48 of rows of 192: .* with blocks of 0, "):
+        normed(x, weight, block_size=48)
+    with pytest.raises(ValueError, match="block_size=1024 of rows of 1024"):
+        normed(gaussian(4, 1024), torch.ones(1024), block_size=1024)
     with pytest.raises(ValueError, match="block_size=8 of rows of 96: "):
         swiglu_quantize.swiglu_quantize(x, block_size=8, rotated=True)
 
 
-@pytest.mark.parametrize("options", [(), ("add", "bias")])
-def test_the_gemm_compiles_to_integer_tensor_cores_and_fits_the_shared_memory(
-    options: tuple[str, ...],
-) -> None:
-    constants: dict[str, Any] = {
-        "BM": int8_gemm.BM,
-        "BN": int8_gemm.BN,
-        "BK": int8_gemm.BK,
-        "GROUP": int8_gemm.GROUP,
-    }
-    half = f"tensordesc<bf16[{int8_gemm.BM},{int8_gemm.BN // 2}]>"
-    signature = {
-        "a_desc": f"tensordesc<i8[{int8_gemm.BM},{int8_gemm.BK}]>",
-        "b_desc": f"tensordesc<i8[{int8_gemm.BN},{int8_gemm.BK}]>",
-        "out_desc": half,
-        **dict.fromkeys(("a_scale_ptr", "b_scale_ptr"), "*fp32"),
-        **dict.fromkeys(("M", "N", "K"), "i32"),
-    }
-    for name, kind in {"add_desc": half, "bias_ptr": "*bf16"}.items():
-        if name.rpartition("_")[0] in options:
-            signature[name] = kind
-        else:
-            constants[name] = None
-    kernel = compile_sm90(
-        *(int8_gemm._matmul_kernel, signature, constants),
-        num_warps=int8_gemm.WARPS,
-        num_stages=int8_gemm.STAGES,
-    )
-    assert "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8" in kernel.asm["ptx"]
+@pytest.mark.parametrize("with_terms", [False, True])
+def test_the_gemm_compiles_to_integer_tensor_cores_without_spills(with_terms: bool) -> None:
+    a, b = quantize(gaussian(256, 512)), quantize(gaussian(512, 512, 1))
+    out, bias = torch.empty(256, 512, dtype=torch.bfloat16), gaussian(1, 512)[0]
+    with launches_compiled(int8_gemm) as made:
+        int8_gemm._multiply(a, b, out, *((out, bias) if with_terms else (None, None)), 132)
+    (kernel,) = made
+    tiles = int8_gemm.BM // 64 * (int8_gemm.BK // 32)
+    wgmma = "wgmma.mma_async.sync.aligned.m64n128k32.s32.s8.s8"
+    assert kernel.asm["ptx"].count(wgmma) == 2 * tiles  # of each consumer
     assert kernel.metadata.shared <= 227 * 1024
+    assert spilled_bytes(kernel) == 0
 
 
-@pytest.mark.parametrize("options", [(), ("add",), ("bias",)])
-def interpreted_gemm_equals_the_reference(options: tuple[str, ...]) -> None:
-    a, b = int8.quantize_ref(gaussian(150, 192)), int8.quantize_ref(gaussian(272, 192, 1))
-    given = {"add": gaussian(150, 272, 2), "bias": gaussian(1, 272, 3)[0]}
-    add, bias = (given[name] if name in options else None for name in given)
-    out = torch.empty(150, 272, dtype=torch.bfloat16)
-    int8_gemm._multiply(a, b, out, add, bias)
-    wanted = int8_gemm.matmul_ref(a, b, add=add, bias=bias)
-    assert relative(out, wanted) < 2**-7  # the interpreter cuts digits off where it casts to BF16
-
-
-def test_kernels_in_the_interpreter() -> None:
-    run_interpreted(__file__)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "programs"),
+    [
+        (1, 16, 48, 4),  # a tile of one step; programs without a tile
+        (300, 528, 896, 2),  # 15 tiles of more steps than there are stages
+        (130, 272, 2064, 3),  # two tiles for each program, the last step in part
+        (700, 264, 128, 5),
+    ],
+)
+@pytest.mark.parametrize("with_terms", [False, True])
+def test_the_simulated_gemm_has_the_bits_of_the_reference(
+    m: int, n: int, k: int, programs: int, with_terms: bool
+) -> None:
+    a, b = quantize(gaussian(m, k)), quantize(gaussian(n, k, 1))
+    add, bias = (gaussian(m, n, 2), gaussian(1, n, 3)[0]) if with_terms else (None, None)
+    out = torch.full((m, n), torch.nan).bfloat16() if add is None else add.clone()
+    with simulated(int8_gemm):
+        int8_gemm._multiply(a, b, out, None if add is None else out, bias, programs)
+    assert torch.equal(out, int8_gemm.matmul_ref(a, b, add=add, bias=bias))

@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from coatlm.fp8 import norm_quantize as module
-from coatlm.fp8.norm_quantize import norm_backward, norm_quantize, quantize_rows
+from coatlm.fp8 import rotation, row_codes, saved_blocks, scaling
+from coatlm.fp8.norm_backward import norm_backward
+from coatlm.fp8.norm_quantize import norm_quantize, quantize_rows
 from coatlm.fp8.qtensor import ROW, block
 from tests.fp8.bounds import (
     FP32,
@@ -17,7 +19,7 @@ from tests.fp8.bounds import (
     bytes_of,
     numpy_codes,
 )
-from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90
+from tests.fp8.gluon_on_cpu import simulated
 
 EPS = 1e-5
 R, H = 7, 256
@@ -133,15 +135,29 @@ def test_backward_is_that_of_autograd_at_the_saved_input(size: int, dtype: torch
     )
 
 
-@pytest.mark.parametrize("size", [16, 128])
-def test_kernels_compile_for_sm90_with_16_byte_accesses(size: int) -> None:
-    tile = module.forward_tile(4096, size)
-    warps = tile.pop("num_warps")
-    signature = dict.fromkeys(("a_ptr", "add_ptr", "weight_ptr", "x_ptr"), "*bf16")
-    signature |= {"rstd_ptr": "*fp32", "y_scale_ptr": "*fp32", "saved_exponent_ptr": "*u8"}
-    signature |= dict.fromkeys(("y_ptr", "saved_ptr"), POINTER[torch.float8_e4m3fn])
-    signature |= {"R": "i32", "eps": "fp32"}
-    compiled = compile_sm90(
-        module._norm_quantize_kernel, signature, tile | {"TOP": 8}, num_warps=warps
-    )
-    assert access_bytes(compiled)[0] == 16
+MODULES = (module, row_codes, rotation, saved_blocks, scaling)
+
+
+@pytest.mark.parametrize(("hidden", "size"), [(1088, 0), (1088, 16), (512, 128), (80, 16)])
+@pytest.mark.parametrize("with_add", [True, False])
+def test_the_simulated_kernel_has_the_results_of_the_reference(
+    hidden: int, size: int, with_add: bool
+) -> None:
+    torch.manual_seed(3)
+    sizes = 10.0 ** torch.linspace(-6, 6, R)[:, None]
+    a, weight = sizes * torch.randn(R, hidden), torch.rand(hidden) + 0.5
+    add = sizes * torch.randn(R, hidden) if with_add else None
+    with simulated(*MODULES):
+        made = module._norm_quantize(a, weight, EPS, add, size, rotated=False)
+        alone = module._quantize_rows(a, rotated=False)
+    wanted = norm_quantize(a, weight, EPS, add=add, block_size=size)
+    assert torch.equal(made.x, wanted.x)
+    torch.testing.assert_close(made.rstd, wanted.rstd)
+    for found, expected in ((made.y, wanted.y), (alone, quantize_rows(a))):
+        assert torch.equal(found.scale, expected.scale)
+        assert (bytes_of(found.codes) != bytes_of(expected.codes)).float().mean() < 1e-3
+    if wanted.saved is None:
+        assert made.saved is None
+    else:
+        assert torch.equal(bytes_of(made.saved.codes), bytes_of(wanted.saved.codes))
+        assert torch.equal(bytes_of(made.saved.scale), bytes_of(wanted.saved.scale))

@@ -5,10 +5,8 @@ import re
 import pytest
 import torch
 
-from coatlm.fp8 import int8, norm_quantize, swiglu_quantize
+from coatlm.fp8 import norm_backward, norm_quantize, row_codes, swiglu_quantize
 from coatlm.fp8.formats import E4M3, INT8, Coding
-from coatlm.fp8.rotation import span_of
-from coatlm.fp8.scaling import top_exponent
 from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90, launches_compiled
 
 CODES = POINTER[E4M3.dtype]
@@ -21,15 +19,13 @@ def test_swiglu_reads_a_row_once_and_stores_codes_16_bytes_at_a_time(
     f: int, size: int, dtype: torch.dtype, fmt: Coding
 ) -> None:
     rotated = fmt is INT8
-    tile = swiglu_quantize._row_tile(f, size)
-    assert tile.pop("num_warps") * tile["CHUNKS"] * 32 * tile["RUN"] >= f
-    kernel = compile_sm90(
-        swiglu_quantize._swiglu_quantize_kernel,
-        {"x_ptr": POINTER[dtype], "a_ptr": POINTER[fmt.dtype], "a_scale_ptr": "*fp32"}
-        | {"saved_ptr": CODES, "saved_exponent_ptr": "*u8"},
-        {"TOP": top_exponent(E4M3), "SPAN": span_of(f) if rotated else 0} | tile,
-        num_warps=tile["WARPS"],
-    )
+    most = swiglu_quantize.ROTATED_CHUNKS if rotated else swiglu_quantize.CHUNKS
+    tile = row_codes.row_tile(f, size, most, rotated=rotated)
+    assert tile["WARPS"] * tile["CHUNKS"] * 32 * tile["RUN"] >= f
+    x = torch.empty(512, 2 * f, dtype=dtype, device="meta")
+    with launches_compiled(swiglu_quantize) as made:
+        swiglu_quantize._swiglu_quantize(x, size, rotated)
+    (kernel,) = made
     loads, stores = 2 * dtype.itemsize, 3  # of 16 bytes, for RUN elements of gate and of up
     assert access_bytes(kernel).count(16) == tile["CHUNKS"] * (loads + stores)
     assert kernel.asm["ptx"].count("div") == (2 if rotated else 0)  # for the scale of the row
@@ -44,26 +40,27 @@ def moves_nothing_between_threads(ptx: str) -> bool:
 
 
 @pytest.mark.parametrize("saved", [True, False])
+@pytest.mark.parametrize("rotated", [True, False])
 @pytest.mark.parametrize(("k", "size"), [(4096, 16), (1024, 16), (8192, 128), (896, 16)])
-def test_int8_rows_of_a_norm_are_read_once_and_rotated_in_place(
-    k: int, size: int, saved: bool
+def test_norm_reads_a_row_once_and_stores_codes_16_bytes_at_a_time(
+    k: int, size: int, rotated: bool, saved: bool
 ) -> None:
     x = torch.empty(512, k, dtype=torch.bfloat16, device="meta")
-    with launches_compiled(int8) as made:
-        int8._norm_quantize(x, x[0], 1e-5, x, size if saved else 0)
+    with launches_compiled(norm_quantize) as made:
+        norm_quantize._norm_quantize(x, x[0], 1e-5, x, size if saved else 0, rotated)
     ptx = made[0].asm["ptx"]
-    chunks = int8._row_tile(k)["CHUNKS"]
+    chunks = row_codes.row_tile(k, size, norm_quantize.CHUNKS, rotated=rotated)["CHUNKS"]
     # two for each of x, what is added, their sum, and the weight; one for codes of each kind
     assert access_bytes(made[0]).count(16) == chunks * (2 * 4 + 1 + saved)
-    assert ptx.count("mma.sync") == 4 * chunks
+    assert ptx.count("mma.sync") == (4 * chunks if rotated else 0)
     assert moves_nothing_between_threads(ptx)
 
 
 @pytest.mark.parametrize(("hidden", "size"), [(2048, 16), (3072, 16), (4096, 128), (8192, 16)])
 def test_norm_backward_moves_rows_16_bytes_at_a_time(hidden: int, size: int) -> None:
-    tile = norm_quantize.backward_tile(hidden, size)
+    tile = norm_backward.backward_tile(hidden, size)
     kernel = compile_sm90(
-        norm_quantize._norm_backward_kernel,
+        norm_backward._norm_backward_kernel,
         {"dy_ptr": "*bf16", "x_ptr": CODES, "x_exponent_ptr": "*u8", "rstd_ptr": "*fp32"}
         | {"weight_ptr": "*bf16", "dresidual_ptr": "*bf16", "dx_ptr": "*bf16"}
         | {"part_ptr": "*fp32", "amax_ptr": "*fp32", "R": "i32"},

@@ -22,7 +22,8 @@ from coatlm.fp8 import gemm
 from coatlm.fp8.attention import Packed, SavedInFp8, attend_saving_fp8, dequantize_blocks
 from coatlm.fp8.formats import E4M3, E5M2, Fp8Format
 from coatlm.fp8.gemm import PAIRS, ROW_BLOCK, Plans, matmul
-from coatlm.fp8.norm_quantize import norm_backward, norm_quantize, quantize_rows
+from coatlm.fp8.norm_backward import norm_backward
+from coatlm.fp8.norm_quantize import norm_quantize, quantize_rows
 from coatlm.fp8.qtensor import ROW, TENSOR, QTensor, block
 from coatlm.fp8.quantize import quantize
 from coatlm.fp8.rope_quantize import join_quantize

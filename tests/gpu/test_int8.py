@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
 
-from coatlm.fp8 import int8, int8_gemm
+from coatlm.fp8 import int8_gemm
+from coatlm.fp8.norm_quantize import norm_quantize, quantize_rows
 from coatlm.fp8.qtensor import QTensor
 from coatlm.fp8.swiglu_quantize import swiglu_quantize
 
@@ -16,7 +19,10 @@ pytestmark = [
 ]
 
 
-def on_gpu(x: QTensor) -> QTensor:
+quantize = partial(quantize_rows, rotated=True)
+
+
+def copied(x: QTensor) -> QTensor:
     return QTensor(x.codes.cuda(), x.scale.cuda(), x.granularity, x.fmt)
 
 
@@ -27,7 +33,7 @@ def on_gpu(x: QTensor) -> QTensor:
 def test_codes_are_those_of_the_reference_but_for_ties(m: int, k: int, dtype: torch.dtype) -> None:
     x = (torch.randn(m, k) * torch.logspace(-6, 1, m)[:, None]).to(dtype)
     x[0, 3] = 50.0
-    made, expected = int8.quantize(x.cuda()), int8.quantize(x)
+    made, expected = quantize(x.cuda()), quantize(x)
     torch.testing.assert_close(made.scale.cpu(), expected.scale, rtol=1e-5, atol=0)
     apart = (made.codes.cpu().int() - expected.codes.int()).abs()
     assert apart.max() <= 1
@@ -37,8 +43,8 @@ def test_codes_are_those_of_the_reference_but_for_ties(m: int, k: int, dtype: to
 def test_rows_of_zeros_and_rows_that_are_not_finite_have_no_effect_on_others() -> None:
     x = torch.randn(6, 256).bfloat16()
     x[0], x[1, 3], x[2, 3], x[3, 200] = 0.0, torch.nan, torch.inf, -torch.inf
-    made = int8.quantize(x.cuda())
-    y = int8_gemm.matmul(made, int8.quantize(torch.randn(32, 256).bfloat16().cuda()))
+    made = quantize(x.cuda())
+    y = int8_gemm.matmul(made, quantize(torch.randn(32, 256).bfloat16().cuda()))
     assert made.scale[0] == 2.0**-126
     assert not y[0].any()
     assert not y[1:4].isfinite().any()
@@ -53,14 +59,14 @@ def test_rows_of_zeros_and_rows_that_are_not_finite_have_no_effect_on_others() -
 def test_gemms_have_the_bits_of_the_reference(
     m: int, n: int, k: int, options: tuple[str, ...]
 ) -> None:
-    a, b = int8.quantize(torch.randn(m, k)), int8.quantize(torch.randn(n, k))
+    a, b = quantize(torch.randn(m, k)), quantize(torch.randn(n, k))
     given: dict[str, Tensor] = {"add": torch.randn(m, n).bfloat16(), "bias": torch.randn(n)}
     given["bias"] = given["bias"].bfloat16()
     given = {name: given[name] for name in options}
     expected = int8_gemm.matmul(a, b, **given)
     out = torch.full((m, n), torch.nan, dtype=torch.bfloat16, device="cuda")
     made = int8_gemm.matmul(
-        on_gpu(a), on_gpu(b), out=out, **{k: v.cuda() for k, v in given.items()}
+        copied(a), copied(b), out=out, **{k: v.cuda() for k, v in given.items()}
     )
     assert made is out
     difference = (made.cpu().float() - expected.float()).abs()
@@ -73,7 +79,7 @@ def test_a_replay_of_a_graph_repeats_the_gemm() -> None:
     x, w = torch.randn(512, 1024).bfloat16().cuda(), torch.randn(768, 1024).bfloat16().cuda()
 
     def product() -> Tensor:
-        return int8_gemm.matmul(int8.quantize(x), int8.quantize(w))
+        return int8_gemm.matmul(quantize(x), quantize(w))
 
     expected = product()
     graph = torch.cuda.CUDAGraph()
@@ -91,10 +97,10 @@ def test_a_replay_of_a_graph_repeats_the_gemm() -> None:
 def test_a_norm_has_the_results_of_the_reference(m: int, k: int, size: int, with_add: bool) -> None:
     a, weight = torch.randn(m, k).bfloat16(), torch.rand(k) + 0.5
     add = torch.randn(m, k).bfloat16() if with_add else None
-    made = int8.norm_quantize(
-        *(a.cuda(), weight.cuda(), 1e-5), add=None if add is None else add.cuda(), block_size=size
-    )
-    wanted = int8.norm_quantize(a, weight, 1e-5, add=add, block_size=size)
+    options = {"block_size": size, "rotated": True}
+    on_gpu = None if add is None else add.cuda()
+    made = norm_quantize(a.cuda(), weight.cuda(), 1e-5, add=on_gpu, **options)
+    wanted = norm_quantize(a, weight, 1e-5, add=add, **options)
     assert_codes(made.y, wanted.y)
     assert torch.equal(made.x.cpu(), wanted.x)
     torch.testing.assert_close(made.rstd.cpu(), wanted.rstd)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from coatlm.fp8 import int8, int8_gemm
+from coatlm.fp8 import int8_gemm
 from coatlm.fp8.gemm import matmul
 from coatlm.fp8.norm_quantize import quantize_rows
 from tools.benchmarks.layer_kernels import milliseconds
@@ -58,7 +58,12 @@ def measure(row: str, options: dict[str, str]) -> list[dict[str, Any]]:
 def _gemms(t: int, n: int, k: int) -> dict[str, Callable[[], Tensor]]:
     x = torch.randn(t, k, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
-    x8, w8, xi, wi = quantize_rows(x), quantize_rows(w), int8.quantize(x), int8.quantize(w)
+    x8, w8, xi, wi = (
+        quantize_rows(x),
+        quantize_rows(w),
+        quantize_rows(x, rotated=True),
+        quantize_rows(w, rotated=True),
+    )
     return {
         "bf16": partial(torch.mm, x, w.t()),
         "fp8, fast": partial(matmul, x8, w8, fast=True),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from coatlm.config.operands import Operand
-from coatlm.fp8 import int8, weight_rows
+from coatlm.fp8 import weight_rows
 from coatlm.fp8.expand import M_E4M3, V_E4M3, expand_dequantize, expand_quantize
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.norm_quantize import norm_quantize, quantize_rows
@@ -88,11 +88,11 @@ def kernels(shape: tuple[int, ...]) -> dict[str, tuple[LaunchKernel, float]]:
         ),
         "scale": (lambda: current_scale(x, E4M3), 2 * n),
         "tensor, own amax": (quantized(TENSOR), 5 * n),
-        "row, rotated int8": (lambda: int8.quantize(x), 3 * n),
+        "row, rotated int8": (lambda: quantize_rows(x, rotated=True), 3 * n),
         "row, flow": (lambda: quantize_rows(x), 3 * n),
         "norm, row": (lambda: norm_quantize(x, w, 1e-5, add=to, **saved), (8 + 1 / 16) * n),
         "norm, rotated int8": (
-            lambda: int8.norm_quantize(x, w, 1e-5, add=to, **saved),
+            lambda: norm_quantize(x, w, 1e-5, add=to, rotated=True, **saved),
             (8 + 1 / 16) * n,
         ),
         "swiglu, row": (lambda: swiglu_quantize(x, **saved), (3.5 + 1 / 16) * n),
