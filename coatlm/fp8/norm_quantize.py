@@ -134,7 +134,7 @@ def _norm_quantize_kernel(
     normed = ()
     amax = gl.full([BLOCKS], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
     for k in gl.static_range(CHUNKS):
-        y = chunks[k]
+        y = chunks[k]  # type: ignore[var-annotated]
         if weight_ptr is not None:
             mask = (each < H // SIZE - k * BLOCKS)[:, None]
             weight = gl.load(weight_ptr + k * BLOCKS * SIZE + col, mask=mask, other=0.0)
@@ -169,8 +169,7 @@ def norm_quantize(
         int8.check_blocks(hidden, block_size)
     if not a.is_cuda:
         operand = int8.quantize_ref if rotated else quantize_rows_ref
-        options = {"add": add, "block_size": block_size}
-        return norm_quantize_ref(a, weight, eps, operand=operand, **options)
+        return norm_quantize_ref(a, weight, eps, add=add, block_size=block_size, operand=operand)
     return _norm_quantize(a, weight, eps, add, block_size, rotated)
 
 
