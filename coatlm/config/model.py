@@ -289,11 +289,12 @@ class Precision(Section):
     GEMMs run in BF16 with fp32 sums, on the dequantized codes of the other operand; FP8 codes are
     computed as well, so this saves neither time nor memory. GEMM operands need parallel.tp=1."""
 
-    output_layer: Literal["bf16", "fp8-gradients", "fp8"] = "bf16"
+    output_layer: Literal["bf16", "fp8-gradients", "fp8", "int8"] = "bf16"
     """The operands of the output layer's GEMMs, under any recipe but fp32. fp8-gradients computes
     logits in BF16, and the gradients of hidden states and weights from operands in e4m3; the
     gradients of logits, but for labels', and the weight are rounded stochastically. fp8 computes
-    logits from operands in FP8 as well. The loss is computed from the logits as with bf16.
+    logits from operands in FP8 as well, int8 from rotated 8-bit integers, as coat-int8 does in
+    layers. The loss is computed from the logits as with bf16.
     model.hidden must be a multiple of 16."""
 
     guard: Literal["off", "warn", "fallback", "operand"] = "off"

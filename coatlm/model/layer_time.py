@@ -108,4 +108,5 @@ def output_layer(config: Config, vocab: int, rates: Rates) -> float:
     h, tokens = config.model.hidden, microbatch_tokens(config)
     gemms = 3 if config.train.logits == "save" else 4
     flops = 2 * gemms * tokens * h * vocab / config.parallel.tp
-    return flops / (TERA * interpolated(rates.output[config.precision.output_layer], h))
+    measured = rates.output.get(config.precision.output_layer, rates.output["fp8"])
+    return flops / (TERA * interpolated(measured, h))

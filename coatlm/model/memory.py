@@ -187,7 +187,7 @@ def loss_bytes(config: Config, vocab: int) -> int:
     the last hidden state, in fp32 and in the dtype in which it is returned. With gradients in FP8
     there are also their codes of a chunk, direct and transposed, and fp32 sums of each 128 tokens,
     the transposed codes of the hidden states and those of a chunk of the weight; where logits are
-    in FP8 too, the direct codes of the hidden states.
+    of FP8 or INT8 operands too, the direct codes of the hidden states.
     """
     m, e, tokens = config.model, element_bytes(config), microbatch_tokens(config)
     rows = vocab // config.parallel.tp
@@ -196,7 +196,7 @@ def loss_bytes(config: Config, vocab: int) -> int:
     size = tokens * (held * e + m.hidden * (4 + e))
     layer = config.precision.output_layer
     if layer != "bf16":
-        hidden_codes = m.hidden * (2 if layer == "fp8" else 1)
+        hidden_codes = m.hidden * (1 if layer == "fp8-gradients" else 2)
         size += tokens * (2 * chunk + hidden_codes) + chunk * (m.hidden + tokens // 128 * 4)
     return size
 

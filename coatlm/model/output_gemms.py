@@ -12,8 +12,10 @@ power-of-two scales:
     d, weight^T                     E4M3, E4M3    microbatch, weight
     d^T, (hidden - mean)^T          E4M3, E4M3    microbatch, hidden channel
 
-`fp8` takes all three GEMMs in FP8. `fp8-gradients` takes the two of backward in FP8 and computes
-logits in BF16, so that the loss of given weights is that of a BF16 output layer.
+`fp8` takes all three GEMMs in FP8. `int8` takes those of backward in FP8 and computes logits from
+hidden states and weights in rotated INT8, with an fp32 scale per token and entry and exact sums
+(fp8/int8.py): a third of the rounding errors. `fp8-gradients` computes logits in BF16, so that the
+loss of given weights is that of a BF16 output layer.
 
 d is dlogits, with 0 for labels. Its codes are E4M3 under every recipe, with one scale for all of a
 microbatch, which is known before them, and rounded stochastically (logits_quantize.py), with noise
@@ -237,6 +239,8 @@ class Fp8GradientGemms(PlainGemms):
 class Fp8Gemms(Fp8GradientGemms):
     """All three GEMMs of FP8 operands; `fast`: fast accumulation in the GEMM of logits."""
 
+    rotated = False  # whether logits are of rotated INT8 operands
+
     def __init__(
         self,
         hidden_TH: Tensor,
@@ -250,19 +254,30 @@ class Fp8Gemms(Fp8GradientGemms):
 
     @cached_property
     def _hidden_codes(self) -> QTensor:
-        return quantize_rows(self.hidden)
+        return quantize_rows(self.hidden, rotated=self.rotated)
 
     def logits_(self, rows: slice, out_TC: Tensor) -> Tensor:
         weight = self.weight[rows]
         beyond = -len(weight) % ALIGNMENT
-        codes = quantize_rows(F.pad(weight, (0, 0, 0, beyond)) if beyond else weight)
+        padded = F.pad(weight, (0, 0, 0, beyond)) if beyond else weight
+        codes = quantize_rows(padded, rotated=self.rotated)
         hidden = self._hidden_codes
         if not beyond:
             return matmul(hidden, codes, out=out_TC, accumulate=False, fast=self.fast)
         return out_TC.copy_(matmul(hidden, codes, fast=self.fast)[:, : len(weight)])
 
 
-FP8_GEMMS: dict[str, type[Fp8GradientGemms]] = {"fp8-gradients": Fp8GradientGemms, "fp8": Fp8Gemms}
+class Int8Gemms(Fp8Gemms):
+    """Logits of rotated INT8 operands, whose sums are exact; GEMMs of backward of FP8 operands."""
+
+    rotated = True
+
+
+FP8_GEMMS: dict[str, type[Fp8GradientGemms]] = {
+    "fp8-gradients": Fp8GradientGemms,
+    "fp8": Fp8Gemms,
+    "int8": Int8Gemms,
+}
 
 
 class Fp8Output:

@@ -47,6 +47,7 @@ SAVED = {  # of SavedTensors: what an FP8 layer saves in FP8
 OUTPUT_LAYER = {  # of precision.output_layer
     "fp8-gradients": "FP8 GEMMs in backward",
     "fp8": "FP8 GEMMs",
+    "int8": "INT8 logits, and FP8 GEMMs in backward",
 }
 
 

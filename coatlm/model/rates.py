@@ -60,7 +60,8 @@ class Rates(Section):
     kernels of prefixes included, relative to one rank with the same FLOPs."""
 
     output: dict[str, Sizes]
-    """TFLOP/s of the output layer with its loss, recomputed GEMM included, by format and hidden."""
+    """TFLOP/s of the output layer with its loss, recomputed GEMM included, by format and hidden;
+    those of fp8 for formats without an entry."""
 
     tb_per_s: Positive
     """10^12 bytes per second that elementwise kernels read and write."""

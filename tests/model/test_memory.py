@@ -431,15 +431,15 @@ def test_loss_holds_the_chunk_that_loss_py_takes_and_two_gradients(
 def test_an_fp8_output_layer_holds_codes_of_a_chunk_and_of_the_hidden_states() -> None:
     c = config({"vocab": 128256}, seq_len=4096, train={"micro_batch": 4})
     for logits in ("save", "recompute"):
-        plain, gradients, fp8 = (
+        plain, gradients, fp8, int8 = (
             mem.loss_bytes(
                 mem.replaced(c, train={"logits": logits}, precision={"output_layer": layer}), 128256
             )
-            for layer in ("bf16", "fp8-gradients", "fp8")
+            for layer in ("bf16", "fp8-gradients", "fp8", "int8")
         )
         rows = 16384  # of a chunk, for 16384 tokens
         assert gradients - plain == 16384 * (2 * rows + 32) + rows * (32 + 128 * 4)
-        assert fp8 - gradients == 16384 * 32
+        assert fp8 - gradients == int8 - gradients == 16384 * 32
 
 
 def test_logits_are_saved_where_15_percent_of_the_memory_stays_free() -> None:

@@ -33,9 +33,11 @@ from coatlm.model.loss import (
 )
 from coatlm.model.loss_kernels import logits_grad_ref
 from coatlm.model.output_gemms import (
+    FP8_GEMMS,
     Fp8Gemms,
     Fp8GradientGemms,
     Fp8Output,
+    Int8Gemms,
     PlainGemms,
     output_gemms,
 )
@@ -87,6 +89,24 @@ def rounded(x: Tensor, axis: int) -> Tensor:
     return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).double()
 
 
+def rounded_to_int8(x: Tensor) -> Tensor:
+    """Rows as integers of -127 to 127 hold them, after a rotation of each 16 elements."""
+    h = torch.ones(1, 1)
+    for _ in range(4):
+        h = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), h)
+    y = (x.float().unflatten(1, (-1, 16)) @ (h / 4)).flatten(1)
+    scale = y.abs().amax(1, keepdim=True) / 127
+    codes = (y / scale.where(scale > 0, 1.0)).round().double() * scale.double()
+    return (codes.unflatten(1, (-1, 16)) @ (h.double() / 4)).flatten(1)
+
+
+FORMATS: dict[str | None, Callable[[Tensor], Tensor]] = {  # of operands of logits
+    None: Tensor.double,
+    "e4m3": lambda x: rounded(x, 0),
+    "int8": rounded_to_int8,
+}
+
+
 def at_random(x: Tensor, bound: Tensor, slot: int, start: int, microbatch: int) -> Tensor:
     """x of a chunk as E4M3 holds it, with the power of two at or above bound / MAX as its scale.
 
@@ -108,17 +128,17 @@ def expected(
     z: float = 0.0,
     cap: float | None = None,
     *,
-    forward: bool = True,
+    forward: str | None = "e4m3",
     microbatch: int = 0,
     ranks: int = 1,
 ) -> list[Tensor]:
     """loss, dhidden, dweight by the formulas of loss.py and the table of output_gemms.py.
 
-    `forward`: whether logits are of FP8 operands as well.
+    `forward`: the format of the operands of logits.
     """
     hidden, weight, labels, dloss = (x.detach() for x in tensors(vocab))
     hidden, labels, dloss = hidden.flatten(0, 1), labels.flatten(), dloss.flatten().double()
-    operands = [rounded(x, 0) if forward else x.double() for x in (hidden, weight)]
+    operands = [FORMATS[forward](x) for x in (hidden, weight)]
     raw = (operands[0] @ operands[1].t()).bfloat16().double()
     logits = raw if cap is None else cap * torch.tanh(raw / cap)
     lse, counts = logits.logsumexp(1), labels != IGNORE
@@ -161,14 +181,20 @@ CASES: list[tuple[int, int, dict[str, Any]]] = [  # vocabulary, chunk, options
 ]
 
 
-@pytest.mark.parametrize("forward", [True, False])
+GEMMS: dict[str | None, type[Fp8GradientGemms]] = {  # by the format of the operands of logits
+    None: Fp8GradientGemms,
+    "e4m3": Fp8Gemms,
+    "int8": Int8Gemms,
+}
+
+
+@pytest.mark.parametrize("forward", GEMMS)
 @pytest.mark.parametrize(("vocab", "chunk", "options"), CASES)
-def test_loss_and_gradients_are_those_of_operands_rounded_to_fp8(
-    vocab: int, chunk: int, options: dict[str, Any], forward: bool
+def test_loss_and_gradients_are_those_of_operands_rounded_to_8_bits(
+    vocab: int, chunk: int, options: dict[str, Any], forward: str | None
 ) -> None:
     hidden, weight, labels, dloss = tensors(vocab)
-    gemms = Fp8Gemms if forward else Fp8GradientGemms
-    made = noisy(gemms)
+    made = noisy(GEMMS[forward])
     loss = linear_cross_entropy(hidden, weight, labels, chunk=chunk, gemms=made, **options)
     actual = (loss, *torch.autograd.grad(loss, (hidden, weight), dloss))
     z, cap = options.get("z_loss", 0.0), options.get("cap")
@@ -384,7 +410,8 @@ def test_tensors_that_do_not_fit_are_refused(hidden: Tensor, weight: Tensor, mes
 
 
 @pytest.mark.parametrize(
-    ("layer", "gemms"), [("fp8", Fp8Gemms), ("fp8-gradients", Fp8GradientGemms)]
+    ("layer", "gemms"),
+    [("fp8", Fp8Gemms), ("fp8-gradients", Fp8GradientGemms), ("int8", Int8Gemms)],
 )
 @pytest.mark.parametrize("recipe", ["bf16", "te-current", "coat-lean", "rowwise"])
 def test_every_recipe_of_bf16_weights_takes_an_fp8_output_layer(
@@ -399,7 +426,7 @@ def test_every_recipe_of_bf16_weights_takes_an_fp8_output_layer(
 
 
 @pytest.mark.parametrize("fast", [[], ["forward", "dgrad", "wgrad"]])
-@pytest.mark.parametrize("layer", ["fp8", "fp8-gradients"])
+@pytest.mark.parametrize("layer", FP8_GEMMS)
 def test_gemms_of_backward_never_accumulate_fast(
     fast: list[str], layer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,7 +444,8 @@ def test_gemms_of_backward_never_accumulate_fast(
     assert isinstance(gemms, Fp8Output)
     GradientNoise({1: gemms}, seed=0, rank=0, device=CPU)
     linear_cross_entropy(hidden, weight, labels, gemms=gemms, save_logits=True).backward(dloss)
-    assert calls == ([bool(fast)] if layer == "fp8" else []) + [False, False]
+    of_logits = {"fp8": [bool(fast)], "int8": [True], "fp8-gradients": []}  # INT8 ignores it
+    assert calls == [*of_logits[layer], False, False]
 
 
 def modeled_matmul(
@@ -517,7 +545,7 @@ def test_no_gradient_is_beyond_the_codes_whatever_the_sign_of_the_slope(slope: f
     assert terms.scale == 1.0 if slope == 0.0 else terms.scale.item() * E4M3.max < 4 * largest
 
 
-@pytest.mark.parametrize("layer", ["fp8", "fp8-gradients"])
+@pytest.mark.parametrize("layer", FP8_GEMMS)
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
@@ -538,10 +566,10 @@ def vocabulary_parallel(rank: int, size: int, _: None) -> list[float]:
     """Relative errors of loss, dhidden (summed over ranks) and dweight, and of what is largest."""
     dist.init_process_group("gloo")
     found: list[float] = []
-    for gemms in (Fp8Gemms, Fp8GradientGemms):
+    for forward, gemms in GEMMS.items():
         hidden, weight, labels, dloss = tensors(80)
         # the scale of W^T is that of a rank's part
-        wanted = expected(80, 40, forward=gemms is Fp8Gemms, ranks=2)
+        wanted = expected(80, 40, forward=forward, ranks=2)
         rows = slice(rank * 40, rank * 40 + 40)
         shard, group = weight.detach()[rows].clone().requires_grad_(), dist.group.WORLD
         made = noisy(gemms)
@@ -558,10 +586,10 @@ def vocabulary_parallel(rank: int, size: int, _: None) -> list[float]:
 
 def test_two_ranks_equal_one() -> None:
     for errors in run_ranks(2, f"{__name__}:vocabulary_parallel"):
-        assert len(errors) == 8 and max(errors) < CLOSE
+        assert len(errors) == 12 and max(errors) < CLOSE
 
 
-@pytest.mark.parametrize("gemms", [Fp8Gemms, Fp8GradientGemms])
+@pytest.mark.parametrize("gemms", FP8_GEMMS.values())
 def test_a_tied_weight_gets_both_gradients(gemms: Any) -> None:
     _, weight, labels, dloss = tensors(80)
     ids, options = labels.clamp(min=0), {"chunk": 32, "gemms": noisy(gemms)}

@@ -86,6 +86,7 @@ def test_an_fp8_output_layer_has_noise_even_where_layers_round_to_the_nearest(
     for output, modules, found in (
         ("fp8-gradients", [first, last], True),
         ("fp8", [last], True),
+        ("int8", [last], True),
         ("fp8", [first], False),
         ("bf16", [last], False),
     ):
