@@ -219,7 +219,7 @@ COAT_PAPER = FlowRecipe(
 # COAT that saves what attention needs in FP8 too.
 LEAN = replace(COAT, saved=replace(COAT.saved, q=BLOCKS_16, k=BLOCKS_16, v=BLOCKS_16, o=BLOCKS_16))
 
-# Rotated INT8 operands in forward, whose rounding errors are a quarter of those of E4M3.
+# Rotated INT8 operands in forward, whose rounding errors are about a third of those of E4M3.
 ROTATED = Operand("int8", ROW, power_of_two=False)
 INT8_FORWARD = ForwardGemm(activation=ROTATED, weight=ROTATED)
 

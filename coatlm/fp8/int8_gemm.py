@@ -4,10 +4,11 @@ The products are summed in int32, exactly, so there is no fast accumulation, and
 changes it. Hopper's tensor cores multiply INT8 at the rate of FP8. Sums fit as long as K <= 2^31 /
 127^2. `matmul_ref` is the definition.
 
-A program stays on its SM and computes every `programs`-th tile of the result, in the grouped order
-of `_place`. It has three parts that run at the same time, each with its own warps:
+A program stays on its SM and computes every p-th tile of the result, if there are p programs, in an
+order in which eight rows of tiles are computed together. It has three parts that run at the same
+time, each with its own warps:
 
-    producer     one warp: TMA loads of BK columns of a and b (a step) into a ring of STAGES buffers
+    producer     one warp: TMA loads of 128 columns of a and b (a step) into a ring of six stages
     consumers    two warpgroups that take tiles in turn: while one multiplies, the other scales the
                  sums of its tile, rounds them to BF16 and stores them by TMA through a buffer
 
@@ -17,8 +18,8 @@ They meet at barriers in shared memory:
     empty[s]    by an arrival of the consumer once its tensor cores have read stage s
     turn[c]     by an arrival of the other consumer once it has issued its last product
 
-Step g of a program, counted over all of its tiles, has stage g % STAGES and the phase of parity
-g // STAGES % 2. Producer and consumers count on their own and agree, because M, N, K and the
+Step g of a program, counted over all of its tiles, has stage g % 6 and the phase of parity
+g // 6 % 2. Producer and consumers count on their own and agree, because M, N, K and the
 program determine its tiles and their steps.
 """
 

@@ -10,7 +10,8 @@ One pass over x:
 y is not saved: transpose.py recomputes it from x for the weight gradient. A row-wise scale depends
 on no other row, so codes of y are written in the pass that computes y (COAT reduces a tensor-wise
 scale first), and rows are all-gathered between TP ranks with their scales. norm_backward.py has the
-gradients. Rounding: y from fp32 to FP8 directly; x to BF16, then to FP8.
+gradients. Rounding: y from fp32 to FP8 directly, or to BF16 and then to INT8; x to BF16, then to
+FP8.
 """
 
 from __future__ import annotations

@@ -1,23 +1,24 @@
 """Rotation of rows: x[..., K] -> x H, one Hadamard matrix of size n for each n elements of a row.
 
     n = 64, or 16 where 64 does not divide K
-    H[i, j] = (-1)^b / sqrt(n), b the number of bits that i and j have in common; 0 <= i, j < n
+    H[i, j] = (-1)^popcount(i & j) / sqrt(n), 0 <= i, j < n
 
 H is symmetric and orthogonal, H H = 1. So a rotation is its own inverse, lengths and products of
 rows do not change, (x H)(w H)^T = x w^T, and an element far above the others of its n is spread
 over all of them. Rows that are rounded to integers lose less then, because their scale is that of
 their largest element (QuaRot, arXiv 2404.00456, section 3, has such rotations for inference).
 
-`rotate` is the definition. Kernels call `rotate_runs`, which rounds x to BF16 first, sums in fp32,
-and moves nothing between threads. A thread holds 16 elements of a row, so a span of 64 lies in
-four threads. Name the six bits of an index i (t, t, s, s, h, e): t is the thread's. As H is a
-product of one 2 x 2 matrix for each bit, it is applied in two steps:
+Kernels call `rotate_runs`, which rounds x to BF16 first and sums in fp32. A thread holds a run of 16
+elements of a row, so a span of 64 lies in four threads. The bits of an index within the span are,
+from the highest, t t s s h e: the two bits t number the threads, the others the elements of a
+thread. H is a product of one 2 x 2 matrix for each bit, and is applied in two steps:
 
-    bits t, t, h, e    a product with the H of size 16 on the tensor cores: the fragment of the left
-                       operand of `mma.m16n8k16` is 2 (h) x 2 (e) elements of each of 4 threads (t)
+    bits t, t, h, e    a product with the H of size 16 on the tensor cores: the left operand of
+                       `mma.m16n8k16` has 2 (h) x 2 (e) elements of each of 4 threads (t)
     bits s, s          sums and differences of two elements of the thread, once for each bit
 
-The fragment of the result is laid out as that of the operand, so that results need no moves either.
+The instruction takes its operand, and leaves its result, in registers of these very threads, so no
+element is moved through shared memory. Spans of 16 lie in one thread, which needs sums alone.
 """
 
 from __future__ import annotations
