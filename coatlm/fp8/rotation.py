@@ -8,7 +8,7 @@ rows do not change, (x H)(w H)^T = x w^T, and an element far above the others of
 over all of them. Rows that are rounded to integers lose less then, because their scale is that of
 their largest element (QuaRot, arXiv 2404.00456, section 3, has such rotations for inference).
 
-Kernels call `rotate_runs`, which rounds x to BF16 first and sums in fp32. A thread holds a run of 16
+Kernels call `rotate_runs`, which rounds x to BF16 and sums in fp32. A thread holds a run of 16
 elements of a row, so a span of 64 lies in four threads. The bits of an index within the span are,
 from the highest, t t s s h e: the two bits t number the threads, the others the elements of a
 thread. H is a product of one 2 x 2 matrix for each bit, and is applied in two steps:
