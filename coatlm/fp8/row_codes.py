@@ -1,7 +1,8 @@
 """Rows that a program quantizes as a whole: E4M3 or rotated INT8 codes with one scale per row.
 
 A program takes a row in chunks, of which every thread holds 16 consecutive elements (a run), and
-keeps it in registers until its scale is known. norm_quantize.py and swiglu_quantize.py compute rows.
+keeps it in registers until its scale is known. The rows are computed by norm_quantize.py and
+swiglu_quantize.py.
 """
 
 from __future__ import annotations
