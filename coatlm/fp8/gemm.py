@@ -305,11 +305,12 @@ def _check(a: QTensor, b: QTensor, out: Tensor | None, add: Tensor | None) -> No
                 f"operands are {a.fmt.name} and {b.fmt.name}: INT8 takes two INT8 operands with "
                 "scales per row, and torch.bfloat16 for `out`"
             )
-        return
     if not a.codes.is_cuda:
         return
     if a.codes.shape[1] % ALIGNMENT or b.codes.shape[0] % ALIGNMENT:
         raise ValueError(f"shapes {list(a.shape)}, {list(b.shape)}: K and N are multiples of 16")
+    if isinstance(a.fmt, RotatedInt8):
+        return
     if a.scale.data_ptr() % ALIGNMENT or b.scale.data_ptr() % ALIGNMENT:
         raise ValueError("scales: at addresses that are multiples of 16 bytes")
     for x in (a, b):

@@ -25,6 +25,8 @@ program determine its tiles and their steps.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 from torch import Tensor
@@ -269,7 +271,7 @@ def matmul(
     """a[M, K], b[N, K], both INT8 with scales per row -> a b^T in BF16 [M, N], in `out` if given.
 
     `add`: BF16 [M, N], `bias`: BF16 [N], added before the one rounding; `add` may be `out`. Sums
-    are exact. On a GPU K is a multiple of 16, N of 8.
+    are exact. On a GPU K and N are multiples of 16.
     """
     if not a.codes.is_cuda:
         result = matmul_ref(a, b, add=add, bias=bias)
@@ -281,15 +283,19 @@ def matmul(
     return into
 
 
+@functools.cache
+def _layouts() -> list[gl.NVMMASharedLayout]:
+    """Those of a tile of a, of b, and of a part of the result in shared memory."""
+    tiles = ((BM, BK, gl.int8), (BN, BK, gl.int8), (BM, PART, gl.bfloat16))
+    return [gl.NVMMASharedLayout.get_default_for([m, n], dtype) for m, n, dtype in tiles]
+
+
 def _multiply(
     a: QTensor, b: QTensor, into: Tensor, add: Tensor | None, bias: Tensor | None, most: int
 ) -> None:
     """Launch at most `most` programs."""
     (m, k), n = a.codes.shape, b.codes.shape[0]
-    layouts = [
-        gl.NVMMASharedLayout.get_default_for([rows, columns], dtype)
-        for rows, columns, dtype in ((BM, BK, gl.int8), (BN, BK, gl.int8), (BM, PART, gl.bfloat16))
-    ]
+    layouts = _layouts()
     _matmul_kernel[(min(triton.cdiv(m, BM) * triton.cdiv(n, BN), most),)](
         TensorDescriptor.from_tensor(a.codes, [BM, BK], layouts[0]),
         TensorDescriptor.from_tensor(b.codes, [BN, BK], layouts[1]),
