@@ -299,17 +299,17 @@ def _check(a: QTensor, b: QTensor, out: Tensor | None, add: Tensor | None) -> No
         )
     if out is not None and add is not None:
         raise ValueError("add: with `out` the GEMM is added to `out`, and nothing else")
-    if isinstance(a.fmt, RotatedInt8) or isinstance(b.fmt, RotatedInt8):
-        if a.fmt != b.fmt or (out is not None and out.dtype != torch.bfloat16):
-            raise ValueError(
-                f"operands are {a.fmt.name} and {b.fmt.name}: INT8 takes two INT8 operands with "
-                "scales per row, and torch.bfloat16 for `out`"
-            )
+    integers = isinstance(a.fmt, RotatedInt8) or isinstance(b.fmt, RotatedInt8)
+    if integers and (a.fmt != b.fmt or (out is not None and out.dtype != torch.bfloat16)):
+        raise ValueError(
+            f"operands are {a.fmt.name} and {b.fmt.name}: INT8 takes two INT8 operands with "
+            "scales per row, and torch.bfloat16 for `out`"
+        )
     if not a.codes.is_cuda:
         return
     if a.codes.shape[1] % ALIGNMENT or b.codes.shape[0] % ALIGNMENT:
         raise ValueError(f"shapes {list(a.shape)}, {list(b.shape)}: K and N are multiples of 16")
-    if isinstance(a.fmt, RotatedInt8):
+    if integers:
         return
     if a.scale.data_ptr() % ALIGNMENT or b.scale.data_ptr() % ALIGNMENT:
         raise ValueError("scales: at addresses that are multiples of 16 bytes")
