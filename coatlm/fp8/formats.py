@@ -159,7 +159,7 @@ Coding = Fp8Format | ShortFloat  # a format of payloads
 class RotatedInt8:
     """8-bit integers from -127 to 127 of rotated rows (int8.py): code * scale is x H, not x.
 
-    A row's scale, amax / 127, is not finite where the row is not; its codes are then 0.
+    A row's scale, amax / 127, is not finite where the row is not; its codes are then any integers.
     """
 
     name: str = "int8"

@@ -61,25 +61,14 @@ def int8_codes(y, scale):
     return sums.to(tl.int32, bitcast=True).to(tl.int8)
 
 
-def check_rows(x: Tensor) -> None:
-    """Raise ValueError for what cannot be quantized: K no multiple of 16, or too long for sums."""
-    if x.ndim != 2 or x.shape[1] % RUN or x.shape[1] > LONGEST_SUM:
+def check_rows(k: int, size: int = 0) -> None:
+    """Raise ValueError for rows of k that cannot be rotated, or saved in blocks of `size`."""
+    if k % RUN or k > LONGEST_SUM:
+        raise ValueError(f"rows of {k}: rotated rows are multiples of {RUN}, up to {LONGEST_SUM}")
+    if size and (size % RUN or LARGEST_BLOCK % size):
         raise ValueError(
-            f"shape={list(x.shape)}: [M, K] with a multiple of {RUN} up to {LONGEST_SUM} for K"
-        )
-
-
-def holds_blocks(size: int) -> bool:
-    """Whether kernels that rotate can save blocks of this many elements; 0 for none."""
-    return size == 0 or (size % RUN == 0 and LARGEST_BLOCK % size == 0)
-
-
-def check_blocks(k: int, size: int) -> None:
-    """Raise ValueError unless kernels can rotate rows of k and save them in blocks of `size`."""
-    if k % RUN or not holds_blocks(size):
-        raise ValueError(
-            f"block_size={size} of rows of {k}: rotated rows are multiples of {RUN} long, "
-            "with blocks of 0, 16, 32, 64, 128, 256 or 512"
+            f"block_size={size}: beside rotated rows 0, or a power of two from {RUN} to "
+            f"{LARGEST_BLOCK}"
         )
 
 

@@ -35,7 +35,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from coatlm.fp8.qtensor import QTensor
+from coatlm.fp8.int8 import LONGEST_SUM
+from coatlm.fp8.qtensor import ROW, QTensor
 from coatlm.kernels.norm import processors
 
 BM, BN, BK = 128, 128, 128  # a tile of the result, and what a step adds to its sums
@@ -271,8 +272,10 @@ def matmul(
     """a[M, K], b[N, K], both INT8 with scales per row -> a b^T in BF16 [M, N], in `out` if given.
 
     `add`: BF16 [M, N], `bias`: BF16 [N], added before the one rounding; `add` may be `out`. Sums
-    are exact. On a GPU K and N are multiples of 16.
+    are exact. On a GPU K and N are multiples of 16. Raises ValueError for other scales, for K of
+    more than 133144, and for `out`, `add` or `bias` of other shapes or strides.
     """
+    _check(a, b, {"out": out, "add": add}, bias)
     if not a.codes.is_cuda:
         result = matmul_ref(a, b, add=add, bias=bias)
         return result if out is None else out.copy_(result)
@@ -281,6 +284,22 @@ def matmul(
     if into.numel():
         _multiply(a, b, into, add, bias, processors(into.device))
     return into
+
+
+def _check(a: QTensor, b: QTensor, results: dict[str, Tensor | None], bias: Tensor | None) -> None:
+    (m, k), n = a.codes.shape, b.codes.shape[0]
+    if {a.granularity, b.granularity} != {ROW}:
+        raise ValueError(f"scales are {a.granularity} and {b.granularity}: INT8 has one per row")
+    if k > LONGEST_SUM:
+        raise ValueError(f"rows of {k}: an int32 holds sums of {LONGEST_SUM} products")
+    for name, x in results.items():
+        if x is not None and (x.shape != (m, n) or x.stride(1) != 1):
+            raise ValueError(
+                f"{name} is {list(x.shape)} with strides {x.stride()}: must be [{m}, {n}] with "
+                "columns next to each other"
+            )
+    if bias is not None and (bias.shape != (n,) or not bias.is_contiguous()):
+        raise ValueError(f"bias is {list(bias.shape)} {bias.stride()}: must be [{n}], contiguous")
 
 
 @functools.cache

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from coatlm.config.operands import TENSOR, Operand
-from coatlm.config.recipes import OF_FORWARD, ROWS, DgradGemm, FlowRecipe, ForwardGemm
+from coatlm.config.recipes import OF_FORWARD, ROTATED, ROWS, DgradGemm, FlowRecipe, ForwardGemm
 from coatlm.fp8 import int8
 from coatlm.fp8.attention import dequantize_blocks
 from coatlm.fp8.formats import INT8
@@ -72,7 +72,7 @@ def as_operand(x: Tensor, wanted: Operand, *, share: Share = _alone) -> QTensor:
     """x[M, K] as an operand of forward. `share` makes a tensor-wise scale that of all ranks."""
     if wanted == ROWS:
         return quantize_rows(x)
-    if wanted.fmt == "int8":
+    if wanted == ROTATED:
         return quantize_rows(x, rotated=True)
     if wanted.granularity != TENSOR:
         return emit_direct(x, wanted)
@@ -100,9 +100,9 @@ def _block_size(saved: Operand | None) -> int:
     return 0 if saved is None else saved.granularity.columns or 0
 
 
-def _fused(wanted: Operand, size: int) -> bool:
-    """Whether kernels write the operand `wanted` and blocks of `size` elements together."""
-    return wanted == ROWS or (wanted.fmt == "int8" and int8.holds_blocks(size))
+def _fused(wanted: Operand, saved: Operand | None) -> bool:
+    """Whether a kernel writes the operand `wanted` together with what is saved."""
+    return wanted in (ROWS, ROTATED) and (saved is None or saved.power_of_two)
 
 
 def norm_output(
@@ -116,11 +116,9 @@ def norm_output(
     share: Share = _alone,
 ) -> Normed:
     """RMSNorm of a (+ add), both [T, H]: its output as an operand, and its input as it is saved."""
-    if saved is None or saved.power_of_two:
-        size = _block_size(saved)
-        if _fused(wanted, size):
-            rotated = wanted.fmt == "int8"
-            return norm_quantize(a, weight, eps, add=add, block_size=size, rotated=rotated)
+    if _fused(wanted, saved):
+        size, rotated = _block_size(saved), wanted == ROTATED
+        return norm_quantize(a, weight, eps, add=add, block_size=size, rotated=rotated)
     x = a if add is None else a + add
     y, rstd = rms_norm_statistics(x, weight, eps)
     return Normed(as_operand(y, wanted, share=share), x, rstd, save_blocks(x, saved))
@@ -128,11 +126,8 @@ def norm_output(
 
 def swiglu_output(gate_up: Tensor, *, wanted: Operand, saved: Operand | None) -> Activated:
     """SwiGLU of gate | up [T, 2F]: its output as an operand, and its input as it is saved."""
-    if saved is None or saved.power_of_two:
-        size = _block_size(saved)
-        if _fused(wanted, size):
-            rotated = wanted.fmt == "int8"
-            return swiglu_quantize(gate_up, block_size=size, rotated=rotated)
+    if _fused(wanted, saved):
+        return swiglu_quantize(gate_up, block_size=_block_size(saved), rotated=wanted == ROTATED)
     return Activated(as_operand(swiglu(gate_up), wanted), save_blocks(gate_up, saved))
 
 

@@ -24,7 +24,10 @@ def store_row(
     chunks, amax, code_ptr, scale_ptr, row, each, col, K: gl.constexpr, BLOCKS: gl.constexpr,
     SIZE: gl.constexpr, CHUNKS: gl.constexpr, TOP: gl.constexpr, SPAN: gl.constexpr,
 ):  # fmt: skip
-    """Store the scale and the codes of a row of K in `chunks` of BLOCKS x SIZE, rotated if SPAN."""
+    """Store the scale and the codes of a row of K from its CHUNKS tensors of BLOCKS x SIZE.
+
+    They are rotated already where SPAN is not 0. `amax`: the largest magnitude of each block.
+    """
     if SPAN:
         scale = int8_scale(amax_of(amax, 0))
     else:
@@ -43,8 +46,11 @@ def store_row(
 def row_tile(k: int, size: int, most: int, *, rotated: bool) -> dict[str, int]:
     """How threads share a row of k elements: the fewest warps with at most `most` runs each.
 
-    `size`: elements of a block that is saved with a scale of its own.
+    There are at most 32 warps. `size`: elements of a block that is saved with a scale of its own,
+    or 16. Raises ValueError unless it divides k.
     """
+    if k % size:
+        raise ValueError(f"rows of {k}: on a GPU they are multiples of {size} long")
     run = min(RUN, size)
     warps = min(triton.next_power_of_2(triton.cdiv(k, run * 32 * most)), 32)
     chunk = 32 * warps // min(size // run, 32) * size

@@ -47,7 +47,7 @@ from coatlm.fp8.scaling import (
 from coatlm.fp8.transpose import padded_t
 from coatlm.kernels.activation import swiglu_backward_ref, swiglu_ref
 
-CHUNKS = 6  # of a row in forward, at most; more would not fit in registers
+CHUNKS = 6  # of a row in forward, at most, as far as 32 warps allow: the fastest for most sizes
 ROTATED_CHUNKS = 4  # the same, of rows that are rotated
 TILE = TileShape(32, 128, 8, 16, 4)  # of da in backward
 AMAX_TILE = TileShape(4, 256, 16, 1, 2)  # to find the amax of dx
@@ -179,14 +179,14 @@ def swiglu_quantize(x: Tensor, *, block_size: int = 0, rotated: bool = False) ->
     """x[M, 2F] = gate | up, BF16 or fp32 -> codes of silu(gate) * up, and of x.
 
     `block_size`: elements per scale of the saved x; 0 saves nothing. With `rotated`, codes are INT8
-    codes of rotated rows (int8.py). Raises ValueError unless `block_size` divides F, and with
-    `rotated` unless 16 divides F and kernels have the block size (`int8.holds_blocks`).
+    codes of rotated rows (int8.py). Raises ValueError unless `block_size` divides F, on a GPU
+    unless 16 does, and with `rotated` as `int8.check_rows` does.
     """
     f = x.shape[1] // 2
     if block_size and f % block_size:
         raise ValueError(f"block_size={block_size} does not divide halves of {f}")
     if rotated:
-        int8.check_blocks(f, block_size)
+        int8.check_rows(f, block_size)
     if not x.is_cuda:
         return swiglu_quantize_ref(x, block_size=block_size, rotated=rotated)
     return _swiglu_quantize(x, block_size, rotated)
@@ -194,6 +194,7 @@ def swiglu_quantize(x: Tensor, *, block_size: int = 0, rotated: bool = False) ->
 
 def _swiglu_quantize(x: Tensor, block_size: int, rotated: bool) -> Activated:
     m, f = x.shape[0], x.shape[1] // 2
+    x = x.contiguous()
     a, saved = empty_rows(m, f, x.device, rotated=rotated), empty_saved(x, block_size)
     most = ROTATED_CHUNKS if rotated else CHUNKS
     _swiglu_quantize_kernel[(m,)](

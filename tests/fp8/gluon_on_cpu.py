@@ -1,9 +1,9 @@
 """Run Gluon kernels on CPU tensors, one program after the other, with NumPy in place of a GPU.
 
-Triton's interpreter does not take Gluon. What the kernels of coatlm/fp8/emit.py use is simulated:
-arithmetic in fp32, casts to FP8 (which saturate, as those of sm_90 do), masks and addresses.
-Layouts and shared memory are not, nor does it find layouts that do not fit together: compiling for
-sm_90 does (sm90.py).
+Triton's interpreter does not take Gluon. What the kernels of coatlm/fp8 use is simulated:
+arithmetic in fp32, casts to FP8 (which saturate, as those of sm_90 do), masks and addresses, and
+the barriers and shared memory of warp-specialized kernels (hopper_on_cpu.py). Layouts are not, nor
+does it find layouts that do not fit together: compiling for sm_90 does (sm90.py).
 
     with simulated(emit, tiles, loaders):  # every module that has code of the kernels
         launch_emit(...)  # with CPU tensors

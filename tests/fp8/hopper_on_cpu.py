@@ -1,9 +1,9 @@
 """Warp-specialized Gluon kernels on a CPU: partitions are threads, for gluon_on_cpu.py.
 
-What is asynchronous on a GPU happens as late as it may, so that a kernel that waits too little has
-wrong results: a copy into shared memory is done by another thread, a copy out of it at the next
-`store_wait`, a product when it is waited for. A barrier that nobody completes fails after LIMIT
-seconds.
+A copy into shared memory is done by another thread, at any time. A copy out of it happens at the
+next `store_wait`, a product when it is waited for: as late as they may. So a kernel that waits too
+little has wrong results, or fails because it overwrites an operand of a product that is not yet
+computed. A barrier that nobody completes fails after LIMIT seconds.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 LIMIT = 20.0  # seconds that a thread waits
 BARRIER = object()  # the layout of barriers
 ASIDE = threading.local()  # copies out of shared memory that a thread has not waited for
+UNREAD: set[int] = set()  # addresses of operands that are loaded, but whose product is not computed
 
 
 class Barrier:
@@ -49,6 +50,7 @@ class Shared:
 
     def __init__(self, data: Any) -> None:
         self.data, self.shape = data, data.shape
+        self.address = data.__array_interface__["data"][0]
 
     def index(self, at: Any) -> Any:
         part = self.data[int(at)]
@@ -90,6 +92,7 @@ def allocate(dtype: Any, shape: list[int], layout: Any) -> Shared:
 
 def specialize(parts: list[tuple[Any, tuple[Any, ...]]], *_: Any) -> None:
     """Run all partitions; raise what one of them raised."""
+    UNREAD.clear()
     errors: list[BaseException] = []
 
     def run(partition: Any, arguments: tuple[Any, ...]) -> None:
@@ -120,6 +123,9 @@ def arrive(barrier: Barrier, pred: Any = True) -> None:
 
 
 def load(source: Descriptor, at: list[Any], barrier: Barrier, to: Shared) -> None:
+    assert to.address not in UNREAD, "an operand is overwritten before its product is computed"
+    UNREAD.add(to.address)
+
     def copy() -> None:
         time.sleep(0)
         rows = source.tensor[source.inside(at)].numpy()
@@ -156,9 +162,11 @@ def hopper(tile: Callable[[Any], Any]) -> SimpleNamespace:
         (sums,) = dependent
         value, products = sums.value, sums.products
         while len(products) > pending:
+            time.sleep(0.001)
             a, b = products[0]
             products = products[1:]
             value = tile(value + (a.data.astype(np.float64) @ b.data).astype(np.int32))
+            UNREAD.difference_update((a.address, b.address))
         return Sums(value, products) if products else value
 
     return SimpleNamespace(

@@ -67,7 +67,7 @@ def test_a_rotation_is_its_own_inverse_and_preserves_products(k: int) -> None:
 
 @pytest.mark.parametrize("k", [8, 40])
 def test_rows_that_no_matrix_divides_are_refused(k: int) -> None:
-    with pytest.raises(ValueError, match=rf"shape=\[2, {k}\].* multiple of 16"):
+    with pytest.raises(ValueError, match=rf"rows of {k}: .* multiples of 16"):
         quantize(torch.zeros(2, k))
 
 
@@ -173,8 +173,10 @@ def test_operands_of_two_kinds_and_other_outputs_are_refused() -> None:
     with pytest.raises(ValueError, match=r"torch\.bfloat16 for `out`"):
         gemm.matmul(a, quantize(w), out=torch.zeros(8, 16))
     too_long = torch.zeros(1, 133_152, dtype=torch.bfloat16, device="meta")
-    with pytest.raises(ValueError, match=r"shape=\[1, 133152\].* up to 133144"):
+    with pytest.raises(ValueError, match=r"rows of 133152: .* up to 133144"):
         quantize(too_long)
+    with pytest.raises(ValueError, match=r"rows of 133152: .* up to 133144"):
+        swiglu_quantize.swiglu_quantize(torch.zeros(1, 2 * 133152), rotated=True)
     with pytest.raises(ValueError, match="fmt=int8: scales are amax / 127 per row"):
         Operand("int8", TENSOR)
 
@@ -244,12 +246,29 @@ def assert_saved(made: QTensor | None, wanted: QTensor | None) -> None:
 
 def test_blocks_that_kernels_do_not_have_are_refused() -> None:
     x, weight = gaussian(4, 192), torch.ones(192)
-    with pytest.raises(ValueError, match=r"block_size=48 of rows of 192: .* with blocks of 0, "):
+    with pytest.raises(ValueError, match="block_size=48: beside rotated rows 0, or a power of two"):
         normed(x, weight, block_size=48)
-    with pytest.raises(ValueError, match="block_size=1024 of rows of 1024"):
+    with pytest.raises(ValueError, match="block_size=1024: beside rotated rows"):
         normed(gaussian(4, 1024), torch.ones(1024), block_size=1024)
-    with pytest.raises(ValueError, match="block_size=8 of rows of 96: "):
+    with pytest.raises(ValueError, match="block_size=8: beside rotated rows"):
         swiglu_quantize.swiglu_quantize(x, block_size=8, rotated=True)
+
+
+def test_tensors_that_the_gemm_would_read_in_another_way_are_refused() -> None:
+    a, b = quantize(gaussian(32, 64)), quantize(gaussian(32, 64, 1))
+    for name in ("add", "out"):
+        for x in (gaussian(32, 32).t(), gaussian(1, 32), gaussian(31, 32)):
+            with pytest.raises(ValueError, match=rf"{name} is .*: must be \[32, 32\] with columns"):
+                int8_gemm.matmul(a, b, **{name: x})
+    for bias in (gaussian(1, 64)[0, ::2], gaussian(1, 16)[0]):
+        with pytest.raises(ValueError, match=r"bias is .*: must be \[32\], contiguous"):
+            int8_gemm.matmul(a, b, bias=bias)
+    whole = QTensor(b.codes, torch.ones(()), TENSOR, INT8)
+    with pytest.raises(ValueError, match="INT8 has one per row"):
+        int8_gemm.matmul(a, whole)
+    long = QTensor(codes(1, 133152, 0), torch.ones(1, 1), ROW, INT8)
+    with pytest.raises(ValueError, match="rows of 133152: an int32 holds sums of 133144 products"):
+        int8_gemm.matmul(long, long)
 
 
 @pytest.mark.parametrize("with_terms", [False, True])
@@ -264,6 +283,9 @@ def test_the_gemm_compiles_to_integer_tensor_cores_without_spills(with_terms: bo
     assert kernel.asm["ptx"].count(wgmma) == 2 * tiles  # of each consumer
     assert kernel.metadata.shared <= 227 * 1024
     assert spilled_bytes(kernel) == 0
+    # what a consumer has written is seen by TMA: once for the barriers, and for each part it stores
+    parts = int8_gemm.BN // int8_gemm.PART
+    assert kernel.asm["ptx"].count("fence.proxy.async") == 1 + 2 * parts
 
 
 @pytest.mark.parametrize(
@@ -281,7 +303,9 @@ def test_the_simulated_gemm_has_the_bits_of_the_reference(
 ) -> None:
     a, b = quantize(gaussian(m, k)), quantize(gaussian(n, k, 1))
     add, bias = (gaussian(m, n, 2), gaussian(1, n, 3)[0]) if with_terms else (None, None)
-    out = torch.full((m, n), torch.nan).bfloat16() if add is None else add.clone()
+    wider = torch.full((m, n + 16), torch.nan).bfloat16()  # of which the result is a part
+    out = wider[:, :n] if add is None else wider[:, :n].copy_(add)
     with simulated(int8_gemm):
         int8_gemm._multiply(a, b, out, None if add is None else out, bias, programs)
     assert torch.equal(out, int8_gemm.matmul_ref(a, b, add=add, bias=bias))
+    assert wider[:, n:].isnan().all()

@@ -135,6 +135,11 @@ def test_backward_is_that_of_autograd_at_the_saved_input(size: int, dtype: torch
     )
 
 
+def test_rows_that_kernels_would_cut_short_are_refused() -> None:
+    with pytest.raises(ValueError, match="rows of 40: on a GPU they are multiples of 16 long"):
+        module._quantize_rows(torch.zeros(2, 40), rotated=False)
+
+
 MODULES = (module, row_codes, rotation, saved_blocks, scaling)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from coatlm.fp8 import norm_backward, norm_quantize, row_codes, swiglu_quantize
 from coatlm.fp8.formats import E4M3, INT8, Coding
-from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90, launches_compiled
+from tests.fp8.sm90 import POINTER, access_bytes, compile_sm90, launches_compiled, spilled_bytes
 
 CODES = POINTER[E4M3.dtype]
 
@@ -30,6 +30,7 @@ def test_swiglu_reads_a_row_once_and_stores_codes_16_bytes_at_a_time(
     assert access_bytes(kernel).count(16) == tile["CHUNKS"] * (loads + stores)
     assert kernel.asm["ptx"].count("div") == (2 if rotated else 0)  # for the scale of the row
     assert moves_nothing_between_threads(kernel.asm["ptx"])
+    assert spilled_bytes(kernel) == 0
     assert kernel.asm["ptx"].count("mma.sync") == (4 * tile["CHUNKS"] if rotated else 0)
 
 
@@ -54,6 +55,7 @@ def test_norm_reads_a_row_once_and_stores_codes_16_bytes_at_a_time(
     assert access_bytes(made[0]).count(16) == chunks * (2 * 4 + 1 + saved)
     assert ptx.count("mma.sync") == (4 * chunks if rotated else 0)
     assert moves_nothing_between_threads(ptx)
+    assert spilled_bytes(made[0]) == 0
 
 
 @pytest.mark.parametrize(("hidden", "size"), [(2048, 16), (3072, 16), (4096, 128), (8192, 16)])
