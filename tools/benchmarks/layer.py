@@ -60,7 +60,8 @@ OPTIONS = (
 SHAPES = "4096:4096,4096:2048,2048:4096,2048:2048"  # hidden:seq
 FFN = {4096: 11008, 2048: 5504, 64: 176}
 HEAD_DIM, SMOKE_HEAD_DIM = 128, 32
-FLOWS = (*(f"coatlm {name}" for name in RECIPES), "coatlm coat delayed", "coatlm coat-lean delayed")
+DELAYED = ("coat", "coat-int8", "coat-lean", "coat-lean-int8")  # also with delayed scales
+FLOWS = (*(f"coatlm {x}" for x in RECIPES), *(f"coatlm {x} delayed" for x in DELAYED))
 FP8_PEERS = ("te delayed", "te current", "te block", "torchao tensorwise")
 OTHERS = (
     *("coatlm bf16", "te bf16", "coatlm te-delayed", "coatlm te bf16", "torch.compile bf16"),
