@@ -93,6 +93,23 @@ def test_an_outlier_is_spread_over_its_span() -> None:
     assert errors[1] < 0.03
 
 
+@pytest.mark.parametrize("factor", [16, 64, 256, 1024, 8192])
+def test_outlier_channels_hurt_where_weights_make_up_for_them(factor: int) -> None:
+    """An outlier of activations alone is a part of the product that E4M3 rounds more."""
+    x, w = gaussian(128, 2048), gaussian(64, 2048, 1)
+    x[:, 77] *= factor
+    alone, matched = w, w.clone()
+    matched[:, 77] /= factor
+    errors = {}
+    for name, weight in (("alone", alone), ("matched", matched)):
+        exact = x.double() @ weight.double().t()
+        integers = gemm.matmul(quantize(x), quantize(weight))
+        e4m3 = emit_direct(x, ROWS).dequantize() @ emit_direct(weight, ROWS).dequantize().t()
+        errors[name] = relative(integers, exact) / relative(e4m3, exact)
+    assert errors["alone"] < 0.6
+    assert (errors["matched"] > 1) is (factor > 64)
+
+
 def test_codes_are_integers_of_which_the_largest_of_a_row_is_127() -> None:
     made = quantize(gaussian(9, 320))
     assert made.codes.dtype == torch.int8
