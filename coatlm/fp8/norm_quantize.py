@@ -111,15 +111,22 @@ def _norm_quantize_kernel(
     row = gl.program_id(0).to(gl.int64)
     each = gl.arange(0, BLOCKS, gl.SliceLayout(1, LAYOUT))
     col = each[:, None] * SIZE + gl.arange(0, SIZE, gl.SliceLayout(0, LAYOUT))[None, :]
+    loaded, added = (), ()  # all loads come before the first store
+    for k in gl.static_range(CHUNKS):
+        mask = (each < H // SIZE - k * BLOCKS)[:, None]
+        at = row * H + k * BLOCKS * SIZE + col
+        loaded += (gl.load(a_ptr + at, mask=mask, other=0.0),)  # type: ignore[assignment]
+        if add_ptr is not None:
+            added += (gl.load(add_ptr + at, mask=mask, other=0.0),)  # type: ignore[assignment]
     chunks = ()
     squares = gl.full([BLOCKS], 0.0, gl.float32, gl.SliceLayout(1, LAYOUT))
     for k in gl.static_range(CHUNKS):
         some = each < H // SIZE - k * BLOCKS
         mask = some[:, None]
         at = row * H + k * BLOCKS * SIZE + col
-        x = gl.load(a_ptr + at, mask=mask, other=0.0).to(gl.float32)
+        x = loaded[k].to(gl.float32)  # type: ignore[var-annotated]
         if add_ptr is not None:
-            x = x + gl.load(add_ptr + at, mask=mask, other=0.0).to(gl.float32)
+            x = x + added[k].to(gl.float32)
             rounded = x.to(x_ptr.dtype.element_ty)
             gl.store(x_ptr + at, rounded, mask=mask)
             x = rounded.to(gl.float32)
