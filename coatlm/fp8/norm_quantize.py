@@ -135,7 +135,7 @@ def _norm_quantize_kernel(
             store_block_codes(x, saved_ptr + at, exponent_at, mask, some, TOP)
         if weight_ptr is not None:
             squares += gl.sum(x * x, 1)
-        chunks += (x,)  # type: ignore[assignment]
+        chunks += (x,)
     if weight_ptr is not None:
         rstd = gl.rsqrt(gl.sum(squares, 0) / H + eps)
         gl.store(rstd_ptr + row, rstd)
