@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from coatlm.train.harness import Tasks
 
 FP8_CAPABILITY = (8, 9)  # the first with FP8 types and tensor cores; measured: 9.0
+INT8_MAJOR = 9  # of Hopper, whose tensor core instructions fp8/int8_gemm.py has
 
 whole_run = logging.getLogger("coatlm.run")
 
@@ -107,11 +108,22 @@ def check_heads(config: Config) -> None:
 
 def check_capability(config: Config, ranks: int, name: str, capability: tuple[int, int]) -> None:
     """Raise ConfigError if a run on `ranks` GPUs of this compute capability needs FP8 types and
-    they have none.
+    they have none, or GEMMs of INT8 and they are not of Hopper.
     """
+    precision, parallel, optim = config.precision, config.parallel, config.optim
+    in_int8 = {
+        f"precision.recipe={precision.recipe}": precision.flow and precision.flow_recipe().rotated,
+        f"precision.output_layer={precision.output_layer}": precision.output_layer == "int8",
+    }
+    found = [key for key, needed in in_int8.items() if needed]
+    if found and capability[0] != INT8_MAJOR:
+        raise ConfigError(
+            f"{', '.join(found)}: GEMMs of INT8 need a GPU of compute capability {INT8_MAJOR}.0, "
+            f"and {name} has {'.'.join(map(str, capability))}; the same without int8 needs "
+            f"{'.'.join(map(str, FP8_CAPABILITY))}"
+        )
     if capability >= FP8_CAPABILITY:
         return
-    precision, parallel, optim = config.precision, config.parallel, config.optim
     summed = ranks > parallel.tp * parallel.pp  # gradients, over data- and context-parallel ranks
     recipe = find_recipe(optim.recipe)
     states = [m.zeros(SCALE_BLOCK, torch.device("cpu")) for m in recipe.moments.values()]

@@ -325,6 +325,29 @@ def test_a_gpu_without_fp8_is_refused_where_the_run_needs_it(
 
 
 @pytest.mark.parametrize(
+    ("precision", "named"),
+    [
+        ({"recipe": "coat-int8"}, "precision.recipe=coat-int8"),
+        ({"recipe": "bf16", "output_layer": "int8"}, "precision.output_layer=int8"),
+        (
+            {"recipe": "coat-lean-int8", "output_layer": "int8"},
+            "precision.recipe=coat-lean-int8, precision.output_layer=int8",
+        ),
+    ],
+)
+def test_int8_is_refused_on_gpus_that_are_not_of_hopper(
+    precision: dict[str, str], named: str
+) -> None:
+    config = make_config({"data": {"text": ["text.txt"]}, "precision": precision})
+    check_capability(config, 1, "H100", (9, 0))
+    for capability in ((8, 0), (8, 9), (10, 0), (12, 0)):
+        have = ".".join(map(str, capability))
+        match = rf"^{named}: GEMMs of INT8 need .* 9\.0, and a GPU has {have};"
+        with pytest.raises(ConfigError, match=match):
+            check_capability(config, 1, "a GPU", capability)
+
+
+@pytest.mark.parametrize(
     ("recipe", "head_dim", "qk_norm", "refused"),
     [
         ("coat", 12, False, True),
