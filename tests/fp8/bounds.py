@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from coatlm.fp8.formats import E4M3, Fp8Format
+from coatlm.fp8.formats import E4M3, INT8, Fp8Format
 from coatlm.fp8.qtensor import QTensor
 
 NUMPY = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}
@@ -53,3 +53,22 @@ def assert_padded_transpose(transposed: Tensor, direct: Tensor) -> None:
     assert transposed.shape == (direct.shape[1], -(-m // 16) * 16)
     assert torch.equal(bytes_of(transposed)[:, :m], bytes_of(direct).t())
     assert not bytes_of(transposed)[:, m:].any()
+
+
+def assert_rotated_codes(
+    made: QTensor, wanted: QTensor, *, apart: float = 1e-3, scales: float = 1e-5
+) -> None:
+    """INT8 codes differ by one at most, and no more than a share `apart` of them do."""
+    torch.testing.assert_close(made.scale.cpu(), wanted.scale, rtol=scales, atol=0)
+    difference = (made.codes.cpu().int() - wanted.codes.int()).abs()
+    assert difference.max() <= 1
+    assert difference.float().mean() < apart
+    assert made.fmt == wanted.fmt == INT8
+
+
+def assert_same_blocks(made: QTensor | None, wanted: QTensor | None) -> None:
+    """Both are None, or have the same codes and the same one-byte scales."""
+    assert (made is None) is (wanted is None)
+    if made is not None and wanted is not None:
+        assert torch.equal(bytes_of(made.codes.cpu()), bytes_of(wanted.codes))
+        assert torch.equal(bytes_of(made.scale.cpu()), bytes_of(wanted.scale))

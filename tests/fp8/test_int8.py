@@ -28,6 +28,7 @@ from coatlm.fp8.operand import emit_direct
 from coatlm.fp8.qtensor import QTensor
 from coatlm.fp8.rotation import hadamard, rotate, span_of
 from coatlm.fp8.scaling import power_of_two_ref
+from tests.fp8.bounds import assert_rotated_codes, assert_same_blocks
 from tests.fp8.gluon_on_cpu import simulated
 from tests.fp8.sm90 import access_bytes, launches_compiled, spilled_bytes
 
@@ -218,7 +219,7 @@ def test_simulated_kernels_have_the_codes_of_the_reference(m: int, k: int) -> No
     x[1] = 0.0
     with simulated(*MODULES):
         made = norm_quantize._quantize_rows(x, rotated=True)
-    assert_codes(made, int8.quantize_ref(x))
+    assert_rotated_codes(made, int8.quantize_ref(x))
 
 
 @pytest.mark.parametrize("size", [0, 16, 64])
@@ -229,10 +230,10 @@ def test_the_simulated_norm_has_the_results_of_the_reference(size: int, with_add
     with simulated(*MODULES):
         made = norm_quantize._norm_quantize(a, weight, 1e-5, add, size, rotated=True)
     wanted = normed(a, weight, add=add, block_size=size)
-    assert_codes(made.y, wanted.y)
+    assert_rotated_codes(made.y, wanted.y)
     assert torch.equal(made.x, wanted.x)
     torch.testing.assert_close(made.rstd, wanted.rstd)
-    assert_saved(made.saved, wanted.saved)
+    assert_same_blocks(made.saved, wanted.saved)
 
 
 @pytest.mark.parametrize(("f", "size"), [(640, 0), (640, 16), (1024, 128), (48, 16)])
@@ -241,24 +242,8 @@ def test_simulated_swiglu_has_the_results_of_the_reference(f: int, size: int) ->
     with simulated(*MODULES):
         made = swiglu_quantize._swiglu_quantize(x, size, rotated=True)
     wanted = swiglu_quantize.swiglu_quantize(x, block_size=size, rotated=True)
-    assert_codes(made.a, wanted.a)
-    assert_saved(made.saved, wanted.saved)
-
-
-def assert_codes(made: QTensor, wanted: QTensor) -> None:
-    torch.testing.assert_close(made.scale, wanted.scale, rtol=1e-5, atol=0)
-    difference = (made.codes.int() - wanted.codes.int()).abs()
-    assert difference.max() <= 1
-    assert difference.float().mean() < 1e-3
-    assert made.fmt == wanted.fmt == INT8
-
-
-def assert_saved(made: QTensor | None, wanted: QTensor | None) -> None:
-    if made is None or wanted is None:
-        assert made is wanted
-        return
-    assert torch.equal(made.codes.view(torch.uint8), wanted.codes.view(torch.uint8))
-    assert torch.equal(made.scale.view(torch.uint8), wanted.scale.view(torch.uint8))
+    assert_rotated_codes(made.a, wanted.a)
+    assert_same_blocks(made.saved, wanted.saved)
 
 
 def test_blocks_that_kernels_do_not_have_are_refused() -> None:
