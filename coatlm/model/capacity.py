@@ -23,6 +23,7 @@ SUGGESTIONS = 3
 KINDS = ("weights, gradients and optimizer states need", "a step needs an estimated")
 MORE_RANKS = "or more ranks with a larger parallel.tp or parallel.pp"
 
+IN_INT8 = {"coat-lean": "coat-lean-int8"}  # recipes for a run whose forward is in INT8
 CHANGES: tuple[tuple[str, str, object], ...] = (  # section, key, value; the cheapest first
     ("parallel", "zero", 1),
     ("train", "micro_batch", 1),
@@ -97,7 +98,9 @@ def remedies(config: Config, data_parallel: int) -> Iterator[tuple[str, Config]]
     """Yield each entry of CHANGES that is valid here: (`section.key=value`, changed config)."""
     p = config.parallel
     ranks = data_parallel * p.tp * p.pp * p.cp
-    for section, key, value in CHANGES:
+    rotated = config.precision.flow and config.precision.flow_recipe().rotated
+    for section, key, plain in CHANGES:
+        value = IN_INT8.get(str(plain), plain) if rotated and section == "precision" else plain
         data = config.model_dump(mode="json")
         if data[section][key] == value:
             continue

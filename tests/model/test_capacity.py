@@ -52,6 +52,15 @@ def test_a_remedy_is_a_configuration_that_needs_less_or_the_same() -> None:
     assert requirements(found["parallel.zero=1"], VOCAB, 2)[0] < requirements(c, VOCAB, 2)[0]
 
 
+@pytest.mark.parametrize(
+    ("recipe", "leaner"), [("coat", "coat-lean"), ("coat-int8", "coat-lean-int8")]
+)
+def test_the_leaner_recipe_has_the_same_operands_in_forward(recipe: str, leaner: str) -> None:
+    found = dict(remedies(config({**LLAMA2_7B}, precision={"recipe": recipe}), 1))
+    named = {key for key in found if key.startswith("precision.recipe=")}
+    assert named == {f"precision.recipe={leaner}", "precision.recipe=bf16"}
+
+
 def test_offload_is_named_where_smaller_states_do_not_suffice() -> None:
     c = config({**LLAMA2_7B}, seq_len=2048, train={"micro_batch": 1}, optim={"recipe": "coat-lean"})
     assert "try optim.offload=states (" in refusal(c, 40 * 2**30)
