@@ -16,7 +16,6 @@ FP8.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -25,15 +24,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from coatlm.fp8 import int8
-from coatlm.fp8.formats import E4M3, Fp8Format
-from coatlm.fp8.qtensor import ROW, QTensor, block
-from coatlm.fp8.quantize import quantize_ref
+from coatlm.fp8.formats import E4M3
+from coatlm.fp8.qtensor import ROW, QTensor
 from coatlm.fp8.rotation import rotate_runs
 from coatlm.fp8.row_codes import empty_rows, row_tile, store_row
 from coatlm.fp8.saved_blocks import (
     UNSCALED,
     arguments,
     empty_saved,
+    save_ref,
     store_block_codes,
 )
 from coatlm.fp8.scaling import (
@@ -56,10 +55,12 @@ class Normed(NamedTuple):
     saved: QTensor | None  # x, [R, H], a scale per block; None unless asked for
 
 
-def quantize_rows_ref(x: Tensor, fmt: Fp8Format = E4M3) -> QTensor:
-    """x[R, K] with a power-of-two scale per row, fp32 [R, 1]."""
-    scale = power_of_two_ref(x.float().abs().amax(-1, keepdim=True), fmt)
-    return QTensor(scaled_codes_ref(x.float(), scale, fmt), scale, ROW, fmt)
+def quantize_rows_ref(x: Tensor, *, rotated: bool = False) -> QTensor:
+    """The definition: x[R, K] in E4M3 with a power-of-two scale per row, fp32 [R, 1], or INT8."""
+    if rotated:
+        return int8.quantize_ref(x)
+    scale = power_of_two_ref(x.float().abs().amax(-1, keepdim=True), E4M3)
+    return QTensor(scaled_codes_ref(x.float(), scale, E4M3), scale, ROW, E4M3)
 
 
 def norm_quantize_ref(
@@ -69,19 +70,14 @@ def norm_quantize_ref(
     *,
     add: Tensor | None,
     block_size: int,
-    operand: Callable[[Tensor], QTensor] = quantize_rows_ref,
+    rotated: bool,
 ) -> Normed:
-    """The definition, and the CPU path. `operand` quantizes y."""
+    """The definition, and the CPU path."""
     x = a if add is None else a + add
     x32 = x.float()
     rstd = torch.rsqrt(x32.square().mean(-1) + eps)
-    y = operand(x32 * rstd[:, None] * weight.float())
-    saved = None
-    if block_size:
-        saved = quantize_ref(
-            x, fmt=E4M3, granularity=block(1, block_size), scale_dtype=torch.float8_e8m0fnu
-        )
-    return Normed(y, x, rstd, saved)
+    y = quantize_rows_ref(x32 * rstd[:, None] * weight.float(), rotated=rotated)
+    return Normed(y, x, rstd, save_ref(x, block_size))
 
 
 @gluon.jit
@@ -175,8 +171,7 @@ def norm_quantize(
     if rotated:
         int8.check_rows(hidden, block_size)
     if not a.is_cuda:
-        operand = int8.quantize_ref if rotated else quantize_rows_ref
-        return norm_quantize_ref(a, weight, eps, add=add, block_size=block_size, operand=operand)
+        return norm_quantize_ref(a, weight, eps, add=add, block_size=block_size, rotated=rotated)
     return _norm_quantize(a, weight, eps, add, block_size, rotated)
 
 
@@ -214,7 +209,7 @@ def quantize_rows(x: Tensor, *, rotated: bool = False) -> QTensor:
     if rotated:
         int8.check_rows(x.shape[1])
     if not x.is_cuda:
-        return int8.quantize_ref(x) if rotated else quantize_rows_ref(x)
+        return quantize_rows_ref(x, rotated=rotated)
     return _quantize_rows(x.contiguous(), rotated)
 
 

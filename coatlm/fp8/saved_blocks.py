@@ -12,21 +12,24 @@ from torch import Tensor
 
 from coatlm.fp8.formats import E4M3
 from coatlm.fp8.qtensor import QTensor, block
+from coatlm.fp8.quantize import quantize_ref
 from coatlm.fp8.scaling import amax_of, exponent_of, inverse_power_of_two
 
 UNSCALED = 16  # the block size that kernels use where no scale is block-wise
 
 
-@triton.jit
-def block_exponents(x, TOP: tl.constexpr):
-    """x[..., SIZE] in fp32 -> biased exponents of the scales of its blocks."""
-    return exponent_of(amax_of(x, len(x.shape) - 1), TOP)
+def save_ref(x: Tensor, block_size: int) -> QTensor | None:
+    """The definition: x[R, K] in blocks; None for a `block_size` of 0."""
+    if not block_size:
+        return None
+    granularity = block(1, block_size)
+    return quantize_ref(x, fmt=E4M3, granularity=granularity, scale_dtype=torch.float8_e8m0fnu)
 
 
 @triton.jit
 def store_block_codes(x, at, exponent_at, mask, some, TOP: tl.constexpr):
     """Store codes and scale exponents of the blocks x[., SIZE]."""
-    exponent = block_exponents(x, TOP)
+    exponent = exponent_of(amax_of(x, 1), TOP)
     code = x * inverse_power_of_two(exponent)[:, None]
     tl.store(at, code.to(at.dtype.element_ty), mask=mask)
     tl.store(exponent_at, exponent.to(tl.uint8), mask=some)

@@ -30,11 +30,17 @@ from coatlm.fp8.formats import E4M3, Fp8Format
 from coatlm.fp8.gemm import padded_rows
 from coatlm.fp8.launch import Matrix, Placed, TileShape, launch_amax, launch_emit
 from coatlm.fp8.norm_quantize import quantize_rows_ref
-from coatlm.fp8.qtensor import TENSOR, QTensor, block
-from coatlm.fp8.quantize import quantize_ref
+from coatlm.fp8.qtensor import TENSOR, QTensor
 from coatlm.fp8.rotation import rotate_runs
 from coatlm.fp8.row_codes import empty_rows, row_tile, store_row
-from coatlm.fp8.saved_blocks import UNSCALED, arguments, empty_saved, parts_of, store_block_codes
+from coatlm.fp8.saved_blocks import (
+    UNSCALED,
+    arguments,
+    empty_saved,
+    parts_of,
+    save_ref,
+    store_block_codes,
+)
 from coatlm.fp8.scaling import (
     amax_of,
     larger,
@@ -68,15 +74,10 @@ class Gradients(NamedTuple):
     a_t: QTensor | None  # [F, M']
 
 
-def swiglu_quantize_ref(x: Tensor, *, block_size: int, rotated: bool = False) -> Activated:
+def swiglu_quantize_ref(x: Tensor, *, block_size: int, rotated: bool) -> Activated:
     """The definition, and the CPU path."""
-    saved = None
-    if block_size:
-        saved = quantize_ref(
-            x, fmt=E4M3, granularity=block(1, block_size), scale_dtype=torch.float8_e8m0fnu
-        )
-    operand = int8.quantize_ref if rotated else quantize_rows_ref
-    return Activated(operand(swiglu_ref(x.float())), saved)
+    a = quantize_rows_ref(swiglu_ref(x.float()), rotated=rotated)
+    return Activated(a, save_ref(x, block_size))
 
 
 def swiglu_backward_quantize_ref(
